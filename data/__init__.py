@@ -1,0 +1,1 @@
+"""Everything up to a batch: which files, in which order, read how, made into which tensors."""

@@ -1,0 +1,40 @@
+"""Prediction rows as files: CSV, JSON, or JSON lines."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+from utils.errors import UserError
+from utils.run import write_atomically
+
+COLUMNS = ("path", "class", "probability", "accepted", "error")
+
+
+def write_rows(rows: list[dict], path: str) -> None:
+    """Writes the rows in the format that the name's ending says, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    text = {".csv": _as_csv, ".json": _as_json, ".jsonl": _as_json_lines}[Path(path).suffix.lower()](rows)
+    try:
+        write_atomically(Path(path), text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --output") from None
+
+
+def _as_csv(rows: list[dict]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _as_json(rows: list[dict]) -> str:
+    return json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+
+
+def _as_json_lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

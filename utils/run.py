@@ -1,0 +1,132 @@
+"""The run folder: everything that a run leaves behind, written by the main process alone.
+
+Other processes hold a NullRun, which has the same methods and does nothing, so that the training code asks nobody.
+"""
+
+import csv
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from data.split import write_split
+from utils.checkpoint import save_atomically
+from utils.distributed_utils import is_main_process
+from utils.errors import UserError
+from utils.experiment import Experiment
+
+METRICS = ("epoch", "train_loss", "val_loss", "val_top1", "val_top5", "lr", "images_per_second", "seconds")
+
+
+def start_run(args: Namespace, experiment: Experiment) -> "Run | NullRun":
+    """A new run folder on the main process; elsewhere an object that does nothing."""
+    return Run(args, experiment) if is_main_process() else NullRun()
+
+
+class NullRun:
+    """What the other processes hold instead of a Run."""
+
+    folder = None
+
+    def log_step(self, step: int, loss: float, lr: float) -> None: ...
+    def log_epoch(self, row: dict, step: int) -> None: ...
+    def save(self, name: str, state: dict) -> None: ...
+    def close(self) -> None: ...
+
+
+class Run(NullRun):
+    """A folder `<run-dir>/<date>-<time>_<model>/` of its own.
+
+    Raises:
+        UserError: the folder cannot be made or written to, found out before the first step.
+    """
+
+    def __init__(self, args: Namespace, experiment: Experiment):
+        try:
+            self.folder = _new_folder(Path(args.run_dir), experiment.model_name)
+            self._write_json("args.json", vars(args))
+            self._write_json("class_indices.json", dict(enumerate(experiment.split.classes)))
+            write_split(experiment.split, self.folder / "split.csv")
+            self._append_metrics(METRICS)
+            self.events = self._event_writer()
+        except OSError as error:
+            raise UserError(
+                f"the run cannot be written to {args.run_dir} ({error}): choose another --run-dir"
+            ) from None
+
+    def _event_writer(self):
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder))
+
+    def _write_json(self, name: str, content: dict) -> None:
+        write_atomically(self.folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def _append_metrics(self, values) -> None:
+        with open(self.folder / "metrics.csv", "a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerow(values)
+
+    def log_step(self, step: int, loss: float, lr: float) -> None:
+        """`step` counts from 0 over the whole run; `loss` is the mean over all processes."""
+        self.events.add_scalar("step/train_loss", loss, step)
+        self.events.add_scalar("step/lr", lr, step)
+
+    def log_epoch(self, row: dict, step: int) -> None:
+        """A row of metrics.csv, and the same values for TensorBoard."""
+        self._append_metrics(row[name] for name in METRICS)
+        for name in METRICS[1:]:
+            self.events.add_scalar(f"epoch/{name}", row[name], row["epoch"])
+        self.events.flush()
+
+    def save(self, name: str, state: dict) -> None:
+        """Writes a checkpoint into the folder, whole or not at all."""
+        save_atomically(state, self.folder / name)
+
+    def close(self) -> None:
+        self.events.close()
+
+
+def _new_folder(run_dir: Path, model_name: str) -> Path:
+    """Made by mkdir, which only one of two runs that start in the same second can do."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}_{model_name.replace('/', '-').replace(':', '-')}"
+    for number in range(1, 1000):
+        folder = run_dir / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("a thousand runs in one second")
+
+
+def newest_checkpoint(run_dir: str | Path = "runs") -> Path:
+    """best.pth of the newest run that has one. Raises UserError where there is none."""
+    found = sorted(Path(run_dir).glob("*/best.pth"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f"no trained model in {run_dir}/: train one with python train_single_gpu.py, or give --weights")
+    return found[-1]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, delete=False, encoding="utf-8", errors="surrogateescape"
+    ) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def versions() -> dict[str, str]:
+    """Of what made a checkpoint, as plain strings."""
+    import sys
+
+    found = {"python": sys.version.split()[0], "torch": str(torch.__version__)}
+    return found | ({"timm": str(sys.modules["timm"].__version__)} if "timm" in sys.modules else {})
