@@ -114,16 +114,15 @@ def test_corrupt_exif_counts_as_upright(tmp_path, exif):
 
 @pytest.mark.parametrize("adobe_transform", [0, 2])
 def test_ink_is_the_right_way_round(tmp_path, adobe_transform):
-    path = saved(tmp_path, Image.new("CMYK", (64, 48), (0, 200, 200, 20)), "a.jpg", quality=95)
-    content = open(path, "rb").read()
+    ink = (0, 200, 200, 20)
     if adobe_transform:
-        # the same numbers, now said to be YCCK: Y Cb Cr of the stored, inverted ink (255, 55, 55)
-        place = content.index(b"Adobe") + 11
-        ycc = Image.new("RGB", (1, 1), (255, 55, 55)).convert("YCbCr").getpixel((0, 0))
-        stored = Image.new("CMYK", (64, 48), tuple(255 - value for value in (*ycc, 235)))
-        content = bytearray(open(saved(tmp_path, stored, "b.jpg", quality=95), "rb").read())
-        content[place] = 2
-        (tmp_path / "a.jpg").write_bytes(content)
+        # YCCK stores the first three inks as YCbCr, and black inverted; Pillow writes every value inverted.
+        ycc = Image.new("RGB", (1, 1), ink[:3]).convert("YCbCr").getpixel((0, 0))
+        ink = (*(255 - value for value in ycc), ink[3])
+    path = saved(tmp_path, Image.new("CMYK", (64, 48), ink), "a.jpg", quality=95)
+    content = bytearray((tmp_path / "a.jpg").read_bytes())
+    content[content.index(b"Adobe") + 11] = adobe_transform
+    (tmp_path / "a.jpg").write_bytes(content)
     assert load_image(path).getpixel((5, 5)) == pytest.approx((235, 51, 51), abs=3)
 
 
@@ -273,12 +272,13 @@ def test_what_is_no_image_is_recognised(tmp_path, name, content, expected):
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp", "gif", "bmp", "tif", "avif", "jp2", "ppm", "tga"])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9])
-def test_a_file_cut_short_is_an_image_or_a_data_error(tmp_path, extension, share):
+def test_a_file_cut_short_is_a_data_error(tmp_path, extension, share):
     if f".{extension}" not in readable_extensions():
         pytest.skip("not in this installation of Pillow")
     noise = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=numpy.uint8))
-    content = open(saved(tmp_path, noise, f"a.{extension}"), "rb").read()
     path = tmp_path / f"a.{extension}"
+    noise.save(path)
+    content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
     assert reason(path)
 
