@@ -10,7 +10,8 @@ One line per image. Exit code 0: every image was classified; 1: some were not, a
 import sys
 from pathlib import Path
 
-from data.split import images_below
+from data.images import printable
+from data.listing import images_below
 from utils.distributed_utils import choose_device
 from utils.errors import UserError, run_script
 from utils.options import parse_prediction_options
@@ -51,7 +52,8 @@ def line(row: dict) -> str:
     """`photo.jpg: daisy 0.9731`, with --top-k the others after it."""
     if "error" in row:
         return f"error: {row['error']}"
-    return f"{row['path']}: " + ", ".join(f"{best['class']} {best['probability']:.4f}" for best in row["top"])
+    answers = ", ".join(f"{printable(best['class'])} {best['probability']:.4f}" for best in row["top"])
+    return f"{printable(row['path'])}: {answers}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Which sample, in which order, with which dice.
 
 torch's `DistributedSampler(drop_last=True)` shuffles all indices with a seed that every process shares and gives
-process r of W every W-th of them from the r-th on. With a `BatchSampler` in each process, the
-union of their k-th batches is therefore the same stretch of the same permutation, however many share it. The dice of an augmentation come
-from (run seed, epoch, index) alone, so that they depend neither on the process nor on the worker that throws them.
+process r of W every W-th of them from the r-th on. With a `BatchSampler` in each process, the union of their k-th
+batches is therefore the same stretch of the same permutation, however many processes share it. The dice of an
+augmentation come from (run seed, epoch, index) alone: they depend neither on the process nor on the worker.
 """
 
 import hashlib

@@ -4,25 +4,23 @@ Two layouts: `root/<class>/<image>`, split here, per class; or `root/train/<clas
 `root/val/<class>/<image>`, split by the user. Images in folders inside a class folder belong to that class.
 """
 
-import contextlib
 import csv
 import hashlib
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from data.errors import DataError
-from data.images import extension_hint, printable, readable_extensions
+from data.files import whole_file
+from data.images import printable
+from data.listing import LAYOUT, Classes, FolderReader
+from data.wording import SHOWN, by_extension, count_of, names_of
 
 Sample = tuple[str, int]  # path, label
 
 # The names of the two parts in the second layout; the first that exists is taken.
 _PART_NAMES = {"train": ("train",), "val": ("val",)}
-# What operating systems and programs leave behind; names that start with a dot are litter as well.
-_LITTER = {"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini"}
-_LAYOUT = "expected is a folder per class (cat/1.jpg, dog/2.jpg), or train/ and val/ with a folder per class in each"
-_SHOWN = 10  # names in one message
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def make_split(root: str, *, val_rate: float, seed: int, num_classes: int | None
     if not 0 < val_rate < 1:
         raise DataError(f"--val-rate {val_rate} must lie between 0 and 1, for example 0.2")
     root = os.path.abspath(root)
-    reader = _Reader(root)
+    reader = FolderReader(root)
     folders, loose = reader.list_top("")
     parts = _parts(reader, folders)
     train = reader.read_classes(*(reader.list_top(parts[0]) if parts else (folders, loose)))
@@ -84,20 +82,11 @@ def write_split(split: Split, path: str) -> None:
 
     UTF-8, RFC 4180. Valid Unicode stands there unchanged; other bytes of a name as \xNN. The file appears whole or not.
     """
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["path", "label", "split"])
-            for part, samples in (("train", split.train), ("val", split.val)):
-                writer.writerows([_to_text(image), _to_text(split.classes[label]), part] for image, label in samples)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
+    with whole_file(path, newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label", "split"])
+        for part, samples in (("train", split.train), ("val", split.val)):
+            writer.writerows([_to_text(image), _to_text(split.classes[label]), part] for image, label in samples)
 
 
 def read_split(path: str, root: str | None = None) -> Split:
@@ -125,105 +114,7 @@ def read_split(path: str, root: str | None = None) -> Split:
     return Split(root or written_root, classes, train, val)
 
 
-Classes = dict[str, list[str]]  # class name -> its images, relative to the root, sorted
-
-
-@dataclass
-class _Reader:
-    """Lists folders below `root` and counts what it leaves out. All paths are relative to `root`, with /."""
-
-    root: str
-    left_out: Counter = field(default_factory=Counter)  # by lower-case extension
-    broken: list[str] = field(default_factory=list)  # links to nothing, sockets, pipes
-    remarks: list[str] = field(default_factory=list)
-    nested: int = 0
-    images: int = 0
-
-    def full(self, folder: str) -> str:
-        return printable(os.path.normpath(os.path.join(self.root, folder)))
-
-    def list_folder(self, folder: str) -> tuple[list[str], list[str]]:
-        """The folders and the images directly in `folder`, each sorted by name."""
-        folders, images = [], []
-        try:
-            with os.scandir(os.path.join(self.root, folder)) as entries:
-                for entry in entries:
-                    if not (entry.name.startswith(".") or entry.name.lower() in _LITTER):
-                        self._sort_in(entry, f"{folder}/{entry.name}" if folder else entry.name, folders, images)
-        except OSError as error:
-            raise DataError(f"{self.full(folder)}: {_folder_reason(error)}; {_LAYOUT}") from error
-        return sorted(folders), sorted(images)
-
-    def _sort_in(self, entry: os.DirEntry, path: str, folders: list[str], images: list[str]) -> None:
-        try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()  # both follow links
-        except OSError:  # a link that leads back to itself
-            is_folder = is_file = False
-        extension = os.path.splitext(entry.name)[1].lower()
-        if is_folder:
-            folders.append(path)
-        elif not is_file:
-            self.broken.append(path)
-        elif extension in readable_extensions():
-            images.append(path)
-        else:
-            self.left_out[extension] += 1
-
-    def list_top(self, folder: str) -> tuple[list[str], list[str]]:
-        """`list_folder` of the folder that holds the class folders, with a remark about images in none of them."""
-        folders, images = self.list_folder(folder)
-        if folders and images:
-            where = self.full(folder)
-            self.remarks.append(f"{_count(len(images), 'image')} directly in {where}, in no class folder: left out")
-        return folders, images
-
-    def list_tree(self, top: str) -> list[str]:
-        """All images in and below `top`, sorted. Links are followed, each real folder is entered once."""
-        real_root = os.path.realpath(self.root)
-        seen, found, waiting = set(), [], [top]
-        while waiting:
-            folder = waiting.pop()
-            real = os.path.realpath(os.path.join(self.root, folder))
-            if os.path.commonpath([real, real_root]) == real:  # going on would take in the other classes
-                self.remarks.append(f"{printable(folder)} links to a folder around all the data: not followed")
-                continue
-            if real in seen:
-                continue
-            seen.add(real)
-            folders, images = self.list_folder(folder)
-            waiting += reversed(folders)
-            found += images
-            self.nested += len(images) if folder != top else 0
-        self.images += len(found)
-        return sorted(found)
-
-    def read_classes(self, folders: list[str], loose: list[str]) -> Classes:
-        """The images of each class folder; `loose` only serves the message if there is no class folder."""
-        if not folders and loose:
-            where = self.full(os.path.dirname(loose[0]))
-            raise DataError(f"{where}: {_count(len(loose), 'image')} but no class folder; {_LAYOUT}")
-        return {os.path.basename(folder): self.list_tree(folder) for folder in folders}
-
-    def note_unused(self, folders: list[str], parts: tuple[str, str]) -> None:
-        unused = [folder for folder in folders if folder not in parts]
-        if unused:
-            self.remarks.append(f"beside {' and '.join(parts)}, not used: {_names(unused)}")
-
-    def notes(self) -> list[str]:
-        notes = list(self.remarks)
-        if self.nested:
-            notes.append(f"{self.nested} of {self.images} images lie in folders inside a class folder, and are used")
-        if self.left_out:
-            notes.append(f"left out by extension: {_by_extension(self.left_out)}")
-        if self.broken:
-            notes.append(
-                f"{_count(len(self.broken), 'broken link or special file', 'broken links or special files')} "
-                f"left out: {_names(sorted(self.broken))}"
-            )
-        return notes
-
-
-def _parts(reader: _Reader, folders: list[str]) -> tuple[str, str] | None:
+def _parts(reader: FolderReader, folders: list[str]) -> tuple[str, str] | None:
     """The names of the training and the validation folder, or None if the folders are classes.
 
     A folder `train` that itself holds images is a class (of vehicles, say); one that holds folders only is a part.
@@ -235,34 +126,36 @@ def _parts(reader: _Reader, folders: list[str]) -> tuple[str, str] | None:
     missing = [part for part, name in found.items() if not name]
     if missing:
         raise DataError(
-            f"{printable(reader.root)}: no {missing[0]} folder, found: {_names(folders)}; "
-            f"{_LAYOUT}, under exactly these two names"
+            f"{printable(reader.root)}: no {missing[0]} folder, found: {names_of(folders)}; "
+            f"{LAYOUT}, under exactly these two names"
         )
     return found["train"], found["val"]
 
 
 def _holds_folders_only(root: str, folder: str) -> bool:
-    folders, images = _Reader(root).list_folder(folder)
+    folders, images = FolderReader(root).list_folder(folder)
     return bool(folders) and not images
 
 
-def _check_classes(reader: _Reader, train: Classes, parts: tuple[str, str] | None, num_classes: int | None) -> None:
+def _check_classes(
+    reader: FolderReader, train: Classes, parts: tuple[str, str] | None, num_classes: int | None
+) -> None:
     where = printable(os.path.join(reader.root, parts[0]) if parts else reader.root)
     classes = [name for name, images in train.items() if images]
     if not classes:
-        left_out = f" (left out: {_by_extension(reader.left_out)})" if reader.left_out else ""
-        seen = f"{_count(len(train), 'folder')} without a readable image" if train else "no folder and no image"
-        raise DataError(f"{where}: found {seen}{left_out}; {_LAYOUT}")
+        left_out = f" (left out: {by_extension(reader.left_out)})" if reader.left_out else ""
+        seen = f"{count_of(len(train), 'folder')} without a readable image" if train else "no folder and no image"
+        raise DataError(f"{where}: found {seen}{left_out}; {LAYOUT}")
     if len(classes) == 1:
         inner, _ = reader.list_folder(os.path.join(parts[0] if parts else "", classes[0]))
         only = printable(classes[0])
         hint = (
             f"; if its {len(inner)} folders are the classes, type --data-path {where}/{only}" if len(inner) > 1 else ""
         )
-        raise DataError(f"{where}: only one class, {only}, and a classifier needs two{hint}; {_LAYOUT}")
+        raise DataError(f"{where}: only one class, {only}, and a classifier needs two{hint}; {LAYOUT}")
     if num_classes is not None and num_classes != len(classes):
         raise DataError(
-            f"--num_classes {num_classes}, but {where} holds {len(classes)} classes: {_names(classes)}; "
+            f"--num_classes {num_classes}, but {where} holds {len(classes)} classes: {names_of(classes)}; "
             f"leave the option out or type --num_classes {len(classes)}"
         )
 
@@ -274,7 +167,7 @@ def _check_same_classes(root: str, train: Classes, val: Classes) -> None:
     only_val = sorted(name for name, images in val.items() if images and name not in trained)
     if only_train or only_val:
         sides = (("train", only_train), ("val", only_val))
-        differences = "; ".join(f"only in {side}: {_names(names)}" for side, names in sides if names)
+        differences = "; ".join(f"only in {side}: {names_of(names)}" for side, names in sides if names)
         raise DataError(f"{printable(root)}: train and val must hold the same classes; {differences}")
 
 
@@ -282,12 +175,12 @@ def _check_validation(root: str, train: Classes, val: Classes, parts: tuple[str,
     if any(val.values()):
         return
     if parts:
-        raise DataError(f"{printable(os.path.join(root, parts[1]))}: no images to validate with; {_LAYOUT}")
+        raise DataError(f"{printable(os.path.join(root, parts[1]))}: no images to validate with; {LAYOUT}")
     largest = max(len(images) for images in train.values())
     rate = f", or type --val-rate {-(-100 // largest) / 100}" if largest > 1 else ""
     raise DataError(
         f"{printable(root)}: the validation set is empty, as the largest class has only "
-        f"{_count(largest, 'image')} and --val-rate is {val_rate}; add images{rate}"
+        f"{count_of(largest, 'image')} and --val-rate is {val_rate}; add images{rate}"
     )
 
 
@@ -314,41 +207,15 @@ def _samples(root: str, classes: tuple[str, ...], images: Classes) -> list[Sampl
 def _notes_on_classes(train: Classes, val: Classes) -> list[str]:
     without_images = sorted(name for name in train | val if not train.get(name))
     unvalidated = [name for name, images in train.items() if images and not val[name]]
-    notes = [f"{printable(name)}: 0 validation images" for name in unvalidated[:_SHOWN]]
-    if len(unvalidated) > _SHOWN:
-        notes.append(f"{len(unvalidated) - _SHOWN} more classes have 0 validation images")
+    notes = [f"{printable(name)}: 0 validation images" for name in unvalidated[:SHOWN]]
+    if len(unvalidated) > SHOWN:
+        notes.append(f"{len(unvalidated) - SHOWN} more classes have 0 validation images")
     if without_images:
-        folders = _count(len(without_images), "folder")
+        folders = count_of(len(without_images), "folder")
         notes.append(
-            f"{folders} without images, left out of the classes: {_names(without_images, len(without_images))}"
+            f"{folders} without images, left out of the classes: {names_of(without_images, len(without_images))}"
         )
     return notes
-
-
-def _by_extension(counts: Counter) -> str:
-    pieces = []
-    for extension, count in sorted(counts.items()):
-        hint = extension_hint(extension)
-        name = printable(extension) if extension else "without an extension"
-        pieces.append(f"{count} {name}{f' ({hint})' if hint else ''}")
-    return ", ".join(pieces)
-
-
-def _folder_reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "no such folder"
-    if isinstance(error, NotADirectoryError):
-        return "is a file, not a folder"
-    return (error.strerror or str(error)).lower()
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _names(names: list[str], shown: int = _SHOWN) -> str:
-    listed = ", ".join(printable(name) for name in names[:shown])
-    return listed if len(names) <= shown else f"{listed}, ... ({len(names)} in all)"
 
 
 def _to_text(name: str) -> str:

@@ -1,7 +1,5 @@
 """Checkpoints: written whole or not at all, read as data and never as code, and fitted to a model."""
 
-import os
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import torch
 from torch import nn
 
 import models
+from data.files import whole_file
 from utils.errors import UserError
 
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # of DDP, DataParallel and torch.compile
@@ -25,39 +24,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def save_atomically(state: dict, path: str | Path) -> None:
-    """Writes `state` so that `path` always holds the whole old or the whole new file, whatever happens in between.
+def save_checkpoint(state: dict, path: str | Path) -> None:
+    """Writes `state` so that `path` always holds the whole old or the whole new file.
 
     `state` holds tensors and plain Python values only: `torch.load(weights_only=True)` reads nothing else.
     """
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that nobody else may read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with whole_file(path, "wb") as file:
+        torch.save(state, file)
 
 
 def read_checkpoint(path: str | Path) -> dict:

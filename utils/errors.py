@@ -9,6 +9,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from data.files import ESCAPE_BYTES
+
 USER_ERROR_EXIT_CODE = 2
 SECONDS_FOR_THE_AGENT_TO_STOP_US = 8.0
 
@@ -23,6 +25,8 @@ def run_script(main: Callable[[], None]) -> None:
     A user's mistake is one sentence on standard error and exit code 2; a bug keeps its traceback and gives 1. Of many
     processes that fail alike one speaks, and a process that fails only because another one is gone says nothing.
     """
+    for stream in (sys.stdout, sys.stderr):  # a class named in Chinese must not end a run on an ASCII terminal
+        stream.reconfigure(errors=ESCAPE_BYTES)
     try:
         _recorded(main)()
     except _user_errors() as error:

@@ -18,6 +18,7 @@ class Metrics:
         confusion: int64, C x C; row = true class, column = best guess. An image whose logits are not finite stands
             in no column, so it counts as wrong.
         not_finite: the number of those.
+        class_counts: int64, C; the images of each class, those whose logits are not finite among them.
     """
 
     loss: float
@@ -26,6 +27,7 @@ class Metrics:
     count: int
     confusion: torch.Tensor
     not_finite: int
+    class_counts: torch.Tensor
 
     @property
     def top1(self) -> float:
@@ -35,6 +37,34 @@ class Metrics:
     def top5(self) -> float:
         """With fewer than five classes: the share among all of them, which is 1."""
         return self.correct5 / self.count
+
+    def per_class(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Precision, recall and F1: three float64 tensors of length C, from 0 to 1, and 0 where undefined."""
+        return per_class(self.confusion, self.class_counts)
+
+    @property
+    def macro_f1(self) -> float:
+        """The mean F1 of the classes that have images. Where all have: scikit-learn's `f1_score(average="macro")`."""
+        f1 = self.per_class()[2][self.class_counts > 0]
+        return float(f1.mean()) if len(f1) else 0.0
+
+
+def per_class(
+    confusion: torch.Tensor, class_counts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Precision, recall and F1 of each class, one division each, 0 where there is nothing to divide by.
+
+    Args:
+        confusion: int64, C x C; row = true class, column = best guess.
+        class_counts: int64, C; the images of each class, if some of them stand in no column.
+
+    Returns:
+        Three float64 tensors of length C.
+    """
+    right, given = confusion.diagonal().double(), confusion.sum(dim=0)
+    true = confusion.sum(dim=1) if class_counts is None else class_counts
+    # A denominator of 0 has a numerator of 0, so any other denominator gives the 0 we want.
+    return right / given.clamp(min=1), right / true.clamp(min=1), 2 * right / (given + true).clamp(min=1)
 
 
 class Totals:
@@ -72,4 +102,5 @@ class Totals:
             count=count,
             confusion=confusion[:, :-1].contiguous(),
             not_finite=int(confusion[:, -1].sum()),
+            class_counts=confusion.sum(dim=1),
         )

@@ -5,8 +5,8 @@ import io
 import json
 from pathlib import Path
 
+from data.files import whole_file
 from utils.errors import UserError
-from utils.run import write_atomically
 
 COLUMNS = ("path", "class", "probability", "accepted", "error")
 
@@ -19,7 +19,8 @@ def write_rows(rows: list[dict], path: str) -> None:
     """
     text = {".csv": _as_csv, ".json": _as_json, ".jsonl": _as_json_lines}[Path(path).suffix.lower()](rows)
     try:
-        write_atomically(Path(path), text)
+        with whole_file(path, newline="") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another --output") from None
 

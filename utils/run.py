@@ -5,16 +5,15 @@ Other processes hold a NullRun, which has the same methods and does nothing, so 
 
 import csv
 import json
-import os
-import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import torch
 
+from data.files import whole_file
 from data.split import write_split
-from utils.checkpoint import save_atomically
+from utils.checkpoint import save_checkpoint
 from utils.distributed_utils import is_main_process
 from utils.errors import UserError
 from utils.experiment import Experiment
@@ -64,7 +63,8 @@ class Run(NullRun):
         return SummaryWriter(str(self.folder))
 
     def _write_json(self, name: str, content: dict) -> None:
-        write_atomically(self.folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        with whole_file(self.folder / name) as file:
+            file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _append_metrics(self, values) -> None:
         with open(self.folder / "metrics.csv", "a", newline="", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ class Run(NullRun):
 
     def save(self, name: str, state: dict) -> None:
         """Writes a checkpoint into the folder, whole or not at all."""
-        save_atomically(state, self.folder / name)
+        save_checkpoint(state, self.folder / name)
 
     def close(self) -> None:
         self.events.close()
@@ -110,18 +110,6 @@ def newest_checkpoint(run_dir: str | Path = "runs") -> Path:
     if not found:
         raise UserError(f"no trained model in {run_dir}/: train one with python train_single_gpu.py, or give --weights")
     return found[-1]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, delete=False, encoding="utf-8", errors="surrogateescape"
-    ) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def versions() -> dict[str, str]:
