@@ -160,7 +160,7 @@ def _download(data_set: KnownDataSet, part: str) -> None:
     """Make `part` the whole, verified archive. A wrong one is fetched anew once: it may be two versions in one file."""
     for _ in range(2):
         _fetch_missing(data_set, part)
-        size, found = os.path.getsize(part), _sha256(part)
+        size, found = _size(part), _sha256(part)
         if found == data_set.sha256:
             return
         _say(f"{data_set.url}: wrong sha256, removed")
@@ -173,14 +173,14 @@ def _download(data_set: KnownDataSet, part: str) -> None:
 
 def _fetch_missing(data_set: KnownDataSet, part: str) -> None:
     for attempt in range(_ATTEMPTS):
-        have = os.path.getsize(part) if os.path.exists(part) else 0
+        have = _size(part)
         if have == data_set.size:
             return
         try:
-            return _fetch(data_set, part, have if have < (data_set.size or sys.maxsize) else 0)
+            return _fetch(data_set, part, have)
         except _BrokenOff as error:
             reason = error
-            if not _has_grown(part, have):  # then trying again at once is of no use
+            if _size(part) == have:  # then trying again at once is of no use
                 break
             if attempt + 1 < _ATTEMPTS:
                 _say(f"{data_set.url}: {reason}; trying again")
@@ -190,8 +190,8 @@ def _fetch_missing(data_set: KnownDataSet, part: str) -> None:
     ) from reason
 
 
-def _has_grown(part: str, before: int) -> bool:
-    return os.path.exists(part) and os.path.getsize(part) != before
+def _size(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _fetch(data_set: KnownDataSet, part: str, have: int) -> None:
@@ -215,7 +215,7 @@ def _fetch(data_set: KnownDataSet, part: str, have: int) -> None:
             for chunk in _chunks(response, total - have if total else sys.maxsize):
                 file.write(chunk)
                 bar.update(len(chunk))
-        if total and (came := os.path.getsize(part)) < total:
+        if total and (came := _size(part)) < total:
             raise _BrokenOff(f"the connection broke off after {came:,} of {total:,} bytes")
 
 
@@ -224,9 +224,12 @@ def _open(url: str, have: int):
     headers = {"User-Agent": "python-urllib", **({"Range": f"bytes={have}-"} if have else {})}
     try:
         return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT)
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: not an address
-        if have and isinstance(error, HTTPError) and error.code == 416:
+    except HTTPError as error:
+        error.close()
+        if have and error.code == 416:
             return None
+        raise _BrokenOff(_reason(error)) from error
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: not an address
         raise _BrokenOff(_reason(error)) from error
 
 

@@ -12,7 +12,7 @@ ESCAPE_BYTES = "escape_bytes"
 
 
 def _escape_bytes(error: UnicodeError) -> tuple[str, int]:
-    """Handles what cannot be encoded: a byte that Python keeps as a surrogate becomes \\xNN, any other letter \\uNNNN."""
+    """For what cannot be encoded: a byte that Python keeps as a surrogate becomes \\xNN, another letter \\uNNNN."""
     letter = error.object[error.start]
     if "\udc80" <= letter <= "\udcff":
         return f"\\x{ord(letter) & 0xFF:02x}", error.start + 1

@@ -45,6 +45,13 @@ def collate(samples: list[tuple[torch.Tensor, int] | DataError]) -> Batch | Data
     return torch.stack(images), torch.tensor(labels)
 
 
+def unbroken(batch: Batch | DataError) -> Batch:
+    """The batch, or its error raised in the process that asked for it."""
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
+
+
 class Loader:
     """Batches of (images, labels) on `device`. Raises DataError, with the file's path, when an image cannot be read.
 
@@ -72,9 +79,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
-            if isinstance(batch, DataError):
-                raise batch
-            images, labels = batch
+            images, labels = unbroken(batch)
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
 

@@ -59,18 +59,19 @@ def _few(confusion: torch.Tensor, classes: Sequence[str], counts: torch.Tensor) 
     """Every class has its name, every cell its count."""
     labels, size = class_labels(classes, 24), len(classes)
     cell = max(0.45, min(0.8, 3.6 / size))  # inches
-    names = 0.09 * max(map(text_width, labels)) + 0.7
-    side = cell * size
-    figure = new_figure(max(side + names + 1.3, 4.6), side + min(names, 1.9) + 0.9)
+    names, side = 0.09 * max(map(text_width, labels)), cell * size
+    rotation = 0 if names < cell else 45
+    figure = new_figure(max(side + names + 2.0, 4.6), side + (names * 0.7 if rotation else 0.1) + 1.3)
     axes = figure.subplots()
     shares = confusion / counts.clamp(min=1)[:, None]
     image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    _gray_rows(axes, counts)
+    _frame(axes, counts)
     _write_counts(axes, confusion, shares, cell)
-    rotation = 0 if max(map(text_width, labels)) * 0.085 < cell else 45
     _name_axes(axes, labels, [f"{name} ({count:,})" for name, count in zip(labels, counts.tolist(), strict=True)], 9)
     if rotation:
-        axes.set_xticks(range(size), labels, fontsize=9, rotation=45, ha="right", rotation_mode="anchor", **name_style())
+        axes.set_xticks(
+            range(size), labels, fontsize=9, rotation=45, ha="right", rotation_mode="anchor", **name_style()
+        )
     axes.set_ylabel("true class (images)")
     axes.set_xlabel("\n".join(filter(None, ["given class", number_note(classes, labels)])))
     _color_bar(figure, image, axes, "share of the true class")
@@ -91,17 +92,17 @@ def _many(confusion: torch.Tensor, classes: Sequence[str], counts: torch.Tensor)
     """Logarithmic colours, and the most confused pairs by name at the side."""
     block = -(-len(classes) // NAMED)
     side = 8.0 if block > 1 else max(5.0, 0.088 * len(classes))  # inches
-    figure = new_figure(side + 6.6, side + 2.0)
-    axes, side_list = figure.subplots(1, 2, width_ratios=[side + 2.4, 4.0])
+    figure = new_figure(side + 7.0, side + 2.0)
+    axes, side_list = figure.subplots(1, 2, width_ratios=[side + 2.5, 4.5])
     blocks, block_counts = _in_blocks(confusion, block), _in_blocks(counts.diag(), block).diagonal()
     image = _log_image(axes, blocks / block_counts.clamp(min=1)[:, None], int(block_counts.max()))
-    _gray_rows(axes, block_counts)
+    _frame(axes, block_counts)
     if block == 1:
         _name_all(axes, classes, side)
     else:
         _name_some(axes, classes, block)
     _color_bar(figure, image, axes, "share of the true class" + ("es" if block > 1 else "") + ", logarithmic")
-    _list_pairs(side_list, confusion, classes, counts, rows=int(side / 0.2))
+    _list_pairs(side_list, confusion, classes, counts, rows=min(30, int(side / 0.2)))
     return figure
 
 
@@ -151,7 +152,9 @@ def _name_axes(axes, columns: list[str], rows: list[str], size: float) -> None:
     axes.tick_params(length=0)
 
 
-def _gray_rows(axes, counts: torch.Tensor) -> None:
+def _frame(axes, counts: torch.Tensor) -> None:
+    """Gray rows for classes without images."""
+    axes.spines[:].set_color("0.7")
     for row in (counts == 0).nonzero().flatten().tolist():
         axes.axhspan(row - 0.5, row + 0.5, color=_EMPTY, linewidth=0)
 
@@ -169,10 +172,10 @@ def _list_pairs(axes, confusion: torch.Tensor, classes: Sequence[str], counts: t
     axes.set_axis_off()
     pairs = confused_pairs(confusion, rows)
     axes.set_title("Most confused: images, true → given" if pairs else "No mistakes", loc="left", fontsize=9)
-    names = class_labels(classes, 24)
+    names = class_labels(classes, 22)
     for row, (images, true, given) in enumerate(pairs):
         height = 1 - (row + 0.7) / rows
         text = f"{images:,} of {int(counts[true]):,}"
-        axes.text(0.17, height, text, fontsize=8, ha="right", transform=axes.transAxes)
+        axes.text(0.16, height, text, fontsize=8, ha="right", transform=axes.transAxes)
         text = f"{names[true]} → {names[given]}"
-        axes.text(0.2, height, text, fontsize=8, transform=axes.transAxes, **name_style()).set_in_layout(False)
+        axes.text(0.18, height, text, fontsize=8, transform=axes.transAxes, **name_style()).set_in_layout(False)

@@ -8,6 +8,7 @@ from torch import nn
 
 import models
 from data.demo import ensure_demo_data
+from data.download import resolve_data_path
 from data.loaders import ImageDataset
 from data.split import Split, make_split
 from data.transforms import EvalTransform, Preprocessing, TrainTransform
@@ -45,7 +46,7 @@ class Experiment:
 def prepare_experiment(args: Namespace, device: torch.device) -> Experiment:
     """Reads the data folder and builds the model. Raises DataError, ModelError or UserError for a user's mistake."""
     with first_on_each_machine():
-        data_path = args.data_path or ensure_demo_data()
+        data_path = resolve_data_path(args.data_path) if args.data_path else ensure_demo_data()
     split = make_split(data_path, val_rate=args.val_rate, seed=args.seed, num_classes=args.num_classes)
     model, notes = _build_model(args, len(split.classes))
     preprocessing = _preprocessing(models.model_config(model), args.image_size)

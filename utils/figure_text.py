@@ -4,7 +4,9 @@ matplotlib's own font, DejaVu Sans, knows no Chinese, Japanese or Korean. Where 
 in for the missing characters; otherwise a name goes by its class number, "#12". Names are never read as formulas ($).
 """
 
+import contextlib
 import functools
+import logging
 import re
 import unicodedata
 from collections import Counter
@@ -61,9 +63,7 @@ def class_labels(classes: Sequence[str], width: int) -> list[str]:
     """
     labels = [shorten(_shown(name, number), width) for number, name in enumerate(classes)]
     count = Counter(labels)
-    return [
-        label if count[label] == 1 else shorten(f"#{number} {label}", width) for number, label in enumerate(labels)
-    ]
+    return [label if count[label] == 1 else shorten(f"#{number} {label}", width) for number, label in enumerate(labels)]
 
 
 def number_note(classes: Sequence[str], labels: Sequence[str]) -> str:
@@ -116,7 +116,7 @@ def _shown(name: str, number: int | None = None) -> str:
         return text
     if number is None:
         return "".join(c if ord(c) in characters else f"U+{ord(c):04X}" for c in text)
-    return f"#{number} " + "".join(c for c in text if ord(c) in characters).strip()
+    return f"#{number} {''.join(c for c in text if ord(c) in characters).strip()}".rstrip()
 
 
 @functools.cache
@@ -124,7 +124,11 @@ def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
     """The font families to draw names with, in this order, and the code points that they have."""
     from matplotlib import font_manager
 
+    # That a fallback font has no weight "normal", only 500, is nothing to tell the user each time it is drawn.
+    logging.getLogger("matplotlib.font_manager").addFilter(lambda record: "font weight" not in str(record.msg))
     installed = {entry.name for entry in font_manager.fontManager.ttflist}
+    if not installed.intersection(_FURTHER_FAMILIES):
+        installed |= _new_families()
     families, characters = [], set()
     for family in (_OWN_FAMILY, *(name for name in _FURTHER_FAMILIES if name in installed)):
         try:
@@ -134,3 +138,14 @@ def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
             continue
         families.append(family)
     return tuple(families), frozenset(characters)
+
+
+def _new_families() -> set[str]:
+    """Makes fonts known that were installed after matplotlib wrote its list of fonts, which it never renews."""
+    from matplotlib import font_manager
+
+    manager = font_manager.fontManager
+    for path in {*font_manager.findSystemFonts()} - {str(entry.fname) for entry in manager.ttflist}:
+        with contextlib.suppress(Exception):  # a damaged font may fail in any way; it is only left out
+            manager.addfont(path)
+    return {entry.name for entry in manager.ttflist}

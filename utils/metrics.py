@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from utils.distributed_utils import reduce_value
+from utils.worst import WrongAnswer
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Metrics:
             in no column, so it counts as wrong.
         not_finite: the number of those.
         class_counts: int64, C; the images of each class, those whose logits are not finite among them.
+        worst: the wrong answers with the largest losses, where they were collected.
     """
 
     loss: float
@@ -28,6 +30,7 @@ class Metrics:
     confusion: torch.Tensor
     not_finite: int
     class_counts: torch.Tensor
+    worst: tuple[WrongAnswer, ...] = ()
 
     @property
     def top1(self) -> float:

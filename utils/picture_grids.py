@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MOST_IMAGES = 32
 _SIDE, _GAP, _LINE, _CAPTION = 1.2, 0.08, 0.15, 0.4  # inches
-_NAME_WIDTH = 19  # columns of text over an image
+_NAME_WIDTH = 18  # columns of text over an image
 
 
 def image_grid_figure(images: torch.Tensor, titles: Sequence[str], caption: str, columns: int = 8) -> "Figure":
@@ -57,7 +57,7 @@ def _grid(images: torch.Tensor, lines: list[list[str]], caption: str, columns: i
     width = max(columns * (_SIDE + _GAP) + _GAP, 0.075 * len(caption) + 0.2)
     height = rows * row_height + _CAPTION
     figure = new_figure(width, height, layout=None)
-    figure.text(_GAP / width, 1 - 0.12 / height, caption, fontsize=10, va="top", **name_style())
+    figure.text(_GAP / width, 1 - 0.12 / height, label(caption, 150), fontsize=10, va="top", **name_style())
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
         left, bottom = _GAP + column * (_SIDE + _GAP), height - _CAPTION - (row + 1) * row_height + _GAP
@@ -77,4 +77,4 @@ def _write(axes, lines: list[str]) -> None:
     """The lines over an image, the last one next to it; a second line is what the model said."""
     for place, (line, color) in enumerate(zip(lines, ("black", "#b3261e"), strict=False)):
         above = 1 + (0.03 + _LINE * (len(lines) - 1 - place)) / _SIDE
-        axes.text(0, above, line, transform=axes.transAxes, fontsize=7.5, color=color, va="bottom", **name_style())
+        axes.text(0, above, line, transform=axes.transAxes, fontsize=7, color=color, va="bottom", **name_style())

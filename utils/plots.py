@@ -51,7 +51,7 @@ def per_class_figure(
     axes.set_xlabel("\n".join(filter(None, notes)), loc="left", fontsize=8)
     _clean(axes, "x")
     figure.suptitle("Recall and precision of each class (its images), lowest F1 on top", x=0.01, ha="left", fontsize=11)
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -83,7 +83,7 @@ def curves_figure(rows: Sequence[dict]) -> "Figure":
     _mark_best(figure, panels, epochs, rows)
     panels[-1].set_xlabel("epoch")
     panels[-1].set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    panels[-1].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     return figure
 
 

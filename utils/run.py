@@ -7,18 +7,23 @@ import csv
 import json
 import time
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from data.files import whole_file
+from data.loaders import Loader, collate, unbroken
 from data.split import write_split
+from utils.board import Board
 from utils.checkpoint import save_checkpoint
 from utils.distributed_utils import is_main_process
 from utils.errors import UserError
 from utils.experiment import Experiment
+from utils.metrics import Metrics
 
 METRICS = ("epoch", "train_loss", "val_loss", "val_top1", "val_top5", "lr", "images_per_second", "seconds")
+PICTURES = 32
 
 
 def start_run(args: Namespace, experiment: Experiment) -> "Run | NullRun":
@@ -31,8 +36,10 @@ class NullRun:
 
     folder = None
 
+    def log_start(self, train_loader: Loader) -> None: ...
     def log_step(self, step: int, loss: float, lr: float) -> None: ...
     def log_epoch(self, row: dict, step: int) -> None: ...
+    def log_best(self, metrics: Metrics, step: int) -> None: ...
     def save(self, name: str, state: dict) -> None: ...
     def close(self) -> None: ...
 
@@ -45,22 +52,19 @@ class Run(NullRun):
     """
 
     def __init__(self, args: Namespace, experiment: Experiment):
+        self.args, self.experiment, self.rows, self.step = args, experiment, [], 0
         try:
             self.folder = _new_folder(Path(args.run_dir), experiment.model_name)
             self._write_json("args.json", vars(args))
             self._write_json("class_indices.json", dict(enumerate(experiment.split.classes)))
             write_split(experiment.split, self.folder / "split.csv")
             self._append_metrics(METRICS)
-            self.events = self._event_writer()
+            self.board = Board(self.folder, experiment.split.classes)
         except OSError as error:
             raise UserError(
                 f"the run cannot be written to {args.run_dir} ({error}): choose another --run-dir"
             ) from None
-
-    def _event_writer(self):
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder))
+        self.board.show_options(args)
 
     def _write_json(self, name: str, content: dict) -> None:
         with whole_file(self.folder / name) as file:
@@ -70,24 +74,36 @@ class Run(NullRun):
         with open(self.folder / "metrics.csv", "a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerow(values)
 
+    def log_start(self, train_loader: Loader) -> None:
+        """Shows this process's first training images, made again from their indices and seeds."""
+        items = list(islice(train_loader.batches.sampler, PICTURES))
+        images, labels = unbroken(collate([self.experiment.train_set[item] for item in items]))
+        self.board.show_training_images(images, labels.tolist())
+
     def log_step(self, step: int, loss: float, lr: float) -> None:
         """`step` counts from 0 over the whole run; `loss` is the mean over all processes."""
-        self.events.add_scalar("step/train_loss", loss, step)
-        self.events.add_scalar("step/lr", lr, step)
+        self.board.log_step(step, loss, lr)
 
     def log_epoch(self, row: dict, step: int) -> None:
-        """A row of metrics.csv, and the same values for TensorBoard."""
+        """A row of metrics.csv, and the same values for TensorBoard; `step` is the number of steps done."""
+        self.rows.append(row)
+        self.step = step
         self._append_metrics(row[name] for name in METRICS)
-        for name in METRICS[1:]:
-            self.events.add_scalar(f"epoch/{name}", row[name], row["epoch"])
-        self.events.flush()
+        self.board.log_epoch(row, step)
+
+    def log_best(self, metrics: Metrics, step: int) -> None:
+        """The figures of a new best epoch, with the images that it is most wrong about."""
+        samples = [self.experiment.val_set[answer.index] for answer in metrics.worst]
+        images, labels = unbroken(collate(samples)) if samples else (torch.empty(0), torch.empty(0))
+        given, probabilities = [a.guess for a in metrics.worst], [a.probability for a in metrics.worst]
+        self.board.log_best(metrics, (images, labels.tolist(), given, probabilities), step)
 
     def save(self, name: str, state: dict) -> None:
         """Writes a checkpoint into the folder, whole or not at all."""
         save_checkpoint(state, self.folder / name)
 
     def close(self) -> None:
-        self.events.close()
+        self.board.finish(self.rows, self.args, self.step)
 
 
 def _new_folder(run_dir: Path, model_name: str) -> Path:

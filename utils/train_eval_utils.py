@@ -3,7 +3,7 @@
 import time
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -20,6 +20,7 @@ from utils.progress import Progress
 from utils.run import NullRun, versions
 from utils.schedule import Schedule
 from utils.step_watch import StepWatch
+from utils.worst import WorstAnswers
 
 
 @dataclass
@@ -70,12 +71,13 @@ def fit(
         watch=watch,
         seed=args.seed,
     )
+    run.log_start(train_loader)
     best = -1.0
     for epoch in range(schedule.epochs):
         train_loader.set_epoch(epoch)  # without it every epoch has the same order and the same augmentations
         start = time.perf_counter()
         with progress.epoch(epoch):
-            train_loss, lr = train_one_epoch(trainer, train_loader, epoch)
+            train_loss, lr, waited = train_one_epoch(trainer, train_loader, epoch)
         watch.drain()
         trained = time.perf_counter() - start
         metrics = evaluate(model, val_loader, experiment, precision)
@@ -85,33 +87,40 @@ def fit(
             "val_loss": metrics.loss,
             "val_top1": metrics.top1,
             "val_top5": metrics.top5,
+            "val_macro_f1": metrics.macro_f1,
             "lr": lr,
             "images_per_second": schedule.steps_per_epoch * schedule.global_batch_size / trained,
+            "waiting": waited / trained,
             "seconds": time.perf_counter() - start,
         }
-        run.log_epoch(row, schedule.steps_per_epoch * (epoch + 1))
+        step = schedule.steps_per_epoch * (epoch + 1)
+        run.log_epoch(row, step)
         if improved := metrics.top1 > best:
             best = metrics.top1
             run.save("best.pth", prediction_state(model, experiment, row))
+            run.log_best(metrics, step)
         run.save("last.pth", training_state(trainer, experiment, row, best, args))
         _say_epoch(row, schedule.epochs, improved, metrics.not_finite)
 
 
-def train_one_epoch(trainer: Trainer, loader: Loader, epoch: int) -> tuple[float, float]:
+def train_one_epoch(trainer: Trainer, loader: Loader, epoch: int) -> tuple[float, float, float]:
     """One pass over the training images.
 
     Returns:
-        The mean training loss over the images of all processes, and the epoch's highest learning rate.
+        The mean training loss over the images of all processes, the epoch's highest learning rate, and the seconds
+        that this process waited for data.
     """
     models.train_mode(trainer.model)
-    steps, batches = trainer.schedule.steps_per_epoch, iter(loader)
+    steps, batches, waited = trainer.schedule.steps_per_epoch, iter(loader), 0.0
     losses, rates = torch.zeros((), device=loader.device, dtype=trainer.precision.dtype), []
     for step in range(epoch * steps, (epoch + 1) * steps):
-        loss = train_step(trainer, list(islice(batches, trainer.schedule.accumulate)), step)
-        losses += loss
+        asked = time.perf_counter()
+        batch = list(islice(batches, trainer.schedule.accumulate))
+        waited += time.perf_counter() - asked
+        losses += train_step(trainer, batch, step)
         rates.append(trainer.optimizer.param_groups[0]["lr"])
     # Every step of every process has the same number of images, so their mean is the mean over the images.
-    return float(reduce_value(losses, average=True)) / steps, max(rates)
+    return float(reduce_value(losses, average=True)) / steps, max(rates), waited
 
 
 def train_step(trainer: Trainer, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> torch.Tensor:
@@ -150,12 +159,13 @@ def evaluate(model: nn.Module, loader: Loader, experiment: Experiment, precision
     model = unwrap(model)
     broadcast_buffers(model)
     model.eval()
-    totals = Totals(experiment.num_classes, loader.device)
+    totals, worst = Totals(experiment.num_classes, loader.device), WorstAnswers()
     for images, labels in loader:
         with precision.evaluation():
             logits = model(experiment.preprocessing.normalize(images, precision.dtype))
         totals.update(logits, labels)
-    return totals.reduce()
+        worst.update(logits, labels)
+    return replace(totals.reduce(), worst=worst.reduce(loader.batches.sampler.indices))
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
