@@ -74,7 +74,8 @@ class TrainTransform:
 
     Args:
         preprocessing: size and interpolation.
-        crop_scale: the smallest share of the image's area that a crop may have, in (0, 1]; 1 turns cropping off.
+        crop_scale: the smallest share of the image's area that a crop may have, in (0, 1]; with 1 it is the largest one
+            of an allowed shape.
         hflip: probability of mirroring left and right, in [0, 1].
     """
 

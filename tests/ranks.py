@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "pytest"])
+# An optimizer's first step and DDP import torch._dynamo: seconds that each rank would spend again.
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest"])
 
 
 class RankError(RuntimeError):

@@ -56,8 +56,9 @@ def run_script(
 
     What is still running after `timeout` seconds is killed, children included, and subprocess.TimeoutExpired is raised.
     """
-    words = launcher_words(launcher, processes) if launcher is None or isinstance(launcher, str) else [*launcher]
-    command = [sys.executable, *words, str(ROOT / script), *map(str, options)]
+    named = launcher is None or isinstance(launcher, str)
+    start = launcher_words(launcher, processes) if named else [*launcher]
+    command = [sys.executable, *start, str(ROOT / script), *map(str, options)]
     return run_command(command, cwd, environment(cwd, env), timeout)
 
 
@@ -79,7 +80,7 @@ def run_command(command: Sequence[str], cwd: Path, env: dict[str, str], timeout:
 
 
 def environment(cwd: Path, extra: dict[str, str] | None = None) -> dict[str, str]:
-    """One thread a process, UTF-8, no GPU, and a temporary folder `cwd`/../<name>_temporary that a test can look into."""
+    """One thread a process, UTF-8, no GPU, and a temporary folder that a test can look into."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -93,6 +94,16 @@ def environment(cwd: Path, extra: dict[str, str] | None = None) -> dict[str, str
 
 def temporary_folder(cwd: Path) -> Path:
     return cwd.parent / f"{cwd.name}_temporary"
+
+
+def left_in_temporary_folder(cwd: Path) -> list[str]:
+    """What a script left there, but for the one cache folder of each user that torch makes when it is imported."""
+    return [path.name for path in temporary_folder(cwd).iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def words(text: str) -> list[str]:
+    """A command line's words, for options too many to be written as a list."""
+    return text.split()
 
 
 def launcher_words(name: str | None, processes: int | None) -> list[str]:

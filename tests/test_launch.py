@@ -1,6 +1,8 @@
 """Every way to start the training scripts: one result, one run folder, nothing left over (DESIGN.md, law L1)."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,22 +10,34 @@ from pathlib import Path
 import pytest
 
 from tests import scripts
-from tests.scripts import MULTI, SINGLE, difference, free_port, newest_run, read_checkpoint, read_metrics, run_script
+from tests.scripts import (
+    MULTI,
+    SINGLE,
+    difference,
+    free_port,
+    newest_run,
+    read_checkpoint,
+    read_metrics,
+    run_script,
+    words,
+)
 
-FILES = ["args.json", "best.pth", "class_indices.json", "last.pth", "metrics.csv", "split.csv"]
-TRAINING = "--device cpu --model resnet18 --no-pretrained --image-size 16 --global-batch-size 8 --float64".split()
-TRAINING += "--epochs 2 --lr 0.01 --workers 0 --val-rate 0.25".split()
-TUTORIAL = "-m torch.distributed.launch --nnodes=1 --nproc_per_node=2".split()
+FILES = {"args.json", "best.pth", "class_indices.json", "last.pth", "metrics.csv", "split.csv"}
+TRAINING = words("--device cpu --model resnet18 --no-pretrained --image-size 16 --global-batch-size 6 --float64")
+TRAINING += words("--epochs 1 --lr 0.01 --workers 0 --val-rate 0.25")
+TUTORIAL = words("-m torch.distributed.launch --nnodes=1 --nproc_per_node=2")
 # Launcher, processes and options of one start each.
 STARTS = {
     "single": (SINGLE, None, None, []),
     "plain": (MULTI, None, None, []),
-    "world-size": (MULTI, None, None, ["--world-size", "2"]),
+    "world-size": (MULTI, None, None, ["--world-size", "3"]),
     "use_env": (MULTI, "launch --use_env", 2, []),
     "torchrun": (MULTI, "torchrun", 2, []),
 }
-EVERY_START = [*STARTS, "tutorial", "slurm", "together"]
-DIGITS = "--device cpu --global-batch-size 96 --syncBN --float64 --lr 0.01 --epochs 2 --workers 0".split()
+TOGETHER = ["torchrun", "world-size"]  # started at one moment in one folder: they must not meet
+EVERY_START = ["single", "plain", "use_env", "tutorial", "slurm", "together"]
+DIGITS = words("--device cpu --model resnet18 --no-pretrained --image-size 32 --hflip 0 --crop-scale 0.7 --workers 0")
+DIGITS += words("--global-batch-size 96 --syncBN --float64 --lr 0.01 --epochs 2")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +48,17 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, photos):
     """Each start's working folder and how its process, or its processes, ended."""
-    folders = {name: tmp_path_factory.mktemp(name.replace("-", "_")) for name in EVERY_START}
+    folders = {name: tmp_path_factory.mktemp(name) for name in EVERY_START}
     options = [*TRAINING, "--data-path", photos]
-    calls = {name: lambda name=name: [start(name, options, folders[name])] for name in STARTS}
+    calls = {name: lambda name=name: [start(name, options, folders[name])] for name in ("single", "plain", "use_env")}
     calls["tutorial"] = lambda: [start_as_tutorials_do(options, folders["tutorial"])]
     calls["slurm"] = lambda: start_under_slurm(options, folders["slurm"])
     ended = scripts.side_by_side(calls)
-    twice = {number: lambda: start("world-size", options, folders["together"]) for number in range(2)}
-    ended["together"] = [*scripts.side_by_side(twice).values()]
-    return {name: (folders[name], ended[name]) for name in EVERY_START}
+    both = {name: lambda name=name: start(name, options, folders["together"]) for name in TOGETHER}
+    ended["together"] = [*scripts.side_by_side(both).values()]
+    yield {name: (folders[name], ended[name]) for name in EVERY_START}
+    for folder in folders.values():
+        shutil.rmtree(folder / "runs")  # 300 MB each
 
 
 def start(name, options, cwd):
@@ -51,8 +67,8 @@ def start(name, options, cwd):
 
 
 def start_as_tutorials_do(options, cwd):
-    words = [*TUTORIAL, f"--master_port={free_port()}"]
-    return run_script(MULTI, *options, cwd=cwd, launcher=words, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    launcher = [*TUTORIAL, f"--master_port={free_port()}"]
+    return run_script(MULTI, *options, cwd=cwd, launcher=launcher, env={"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def start_under_slurm(options, cwd):
@@ -82,12 +98,16 @@ def test_every_start_leaves_one_run_folder_written_by_one_process(runs, name):
     folders = sorted((cwd / "runs").iterdir())
     assert len(folders) == jobs
     for folder in folders:
-        assert sorted(path.name for path in folder.iterdir() if "tfevents" not in path.name) == FILES
+        names = {path.name for path in folder.iterdir()}
+        assert names >= FILES
+        assert not [name for name in names if name.startswith(".") or name.endswith(".tmp")]
         assert len([*folder.glob("*tfevents*")]) == 1
-        assert [row["epoch"] for row in read_metrics(folder)] == [0, 1]
+        assert [row["epoch"] for row in read_metrics(folder)] == [0]
         assert str(folder.relative_to(cwd)) in "".join(one.stdout for one in ended)
-    assert sum(one.stdout.count("epoch 2/2") for one in ended) == jobs
-    assert [*scripts.temporary_folder(cwd).iterdir()] == []
+    assert sum(one.stdout.count("epoch 1/1") for one in ended) == jobs
+    left = scripts.left_in_temporary_folder(cwd)
+    # torch's launchers leave an empty folder of their own behind; ours must not.
+    assert [path.partition("_")[0] for path in left] == ["torchelastic"] * (name in ("use_env", "tutorial", "together"))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY_START if name != "single"])
@@ -114,37 +134,33 @@ def test_training_moved_the_weights(runs):
     """Else the equalities above would be those of runs that did nothing."""
     run = newest_run(runs["single"][0])
     state = read_checkpoint(run / "last.pth")["model"]
-    assert int(state["bn1.num_batches_tracked"]) == 2 * (27 // 8)
-    assert difference(state, read_checkpoint(run / "best.pth")["model"]) > 1e-6 or read_metrics(run)[1]["val_top1"] > (
-        read_metrics(run)[0]["val_top1"]
-    )
+    assert int(state["bn1.num_batches_tracked"]) == 27 // 6
+    assert state["layer4.1.bn2.weight"].sub(1).abs().max() > 1e-5  # norms begin at 1
 
 
 def test_jobs_of_one_moment_do_not_meet(runs):
     cwd, ended = runs["together"]
-    assert max(one.seconds for one in ended) < sum(one.seconds for one in ended)
-    named = [[folder.name in one.stdout for one in ended] for folder in sorted((cwd / "runs").iterdir())]
+    named = [[f"runs/{folder.name}\n" in one.stdout for one in ended] for folder in sorted((cwd / "runs").iterdir())]
     assert sorted(named) == [[False, True], [True, False]]
 
 
 def test_the_processes_are_those_asked_for(runs):
-    for name in EVERY_START:
-        processes = 1 if name in ("single", "plain") else 2
-        assert f"batch {8 // processes} x {processes} processes" in runs[name][1][0].stdout + runs[name][1][-1].stdout
+    for name, counts in {"single": [1], "plain": [1], "use_env": [2], "tutorial": [2], "together": [2, 3]}.items():
+        said = [re.search(r"^device\b.*?\b(\d+) process", one.stdout, re.MULTILINE) for one in runs[name][1]]
+        assert [int(match[1]) for match in said] == counts
 
 
-@pytest.mark.parametrize("launcher", ["torchrun"])
-def test_a_world_size_that_the_launcher_contradicts_is_one_sentence(tmp_path, photos, launcher):
+def test_a_world_size_that_the_launcher_contradicts_is_one_sentence(tmp_path, photos):
     cwd = tmp_path / "work"
     cwd.mkdir()
     options = [*TRAINING, "--data-path", photos, "--world-size", "3"]
-    ended = run_script(MULTI, *options, cwd=cwd, launcher=launcher, processes=2)
-    assert ended.returncode not in (0, -9)
+    ended = run_script(MULTI, *options, cwd=cwd, launcher="torchrun", processes=2)
+    assert ended.returncode == 1
     sentences = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(sentences) == 1
     assert "--world-size 3" in sentences[0]
     assert "2 processes" in sentences[0]
-    assert "Traceback (most recent call last)" not in ended.stderr
+    assert f'File "{scripts.ROOT}' not in ended.stderr  # no traceback of ours; the launcher shows its own
     assert not (cwd / "runs").exists()
 
 
@@ -165,21 +181,10 @@ def demo_data(tmp_path_factory):
     return folder
 
 
-SMALL = "--model resnet18 --image-size 16 --val-rate 0.6 --no-pretrained --hflip 0 --crop-scale 0.7".split()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(SMALL, id="small"),
-        pytest.param(["--model", "resnet18", "--image-size", "32", "--no-pretrained"], id="full", marks=pytest.mark.slow),
-    ],
-)
-def test_the_digits_train_the_same_on_any_number_of_processes(tmp_path, demo_data, options):
-    options = [*DIGITS, *options, "--data-path", demo_data]
-    calls = {
-        name: lambda name=name: train_digits(tmp_path / str(name), name, options) for name in (None, 1, 2, 3)
-    }
-    folders = scripts.side_by_side(calls, at_once=1 + ("16" in options))
+@pytest.mark.slow
+def test_the_digits_train_the_same_on_any_number_of_processes(tmp_path, demo_data):
+    """Law L1 with the real scripts and data: four minutes on two cores. The runs above are its small form."""
+    options = [*DIGITS, "--data-path", demo_data]
+    folders = {name: train_digits(tmp_path / str(name), name, options) for name in (None, 1, 2, 3)}
     for processes in (1, 2, 3):
         assert_same_training(folders[processes], folders[None], 1e-6)

@@ -14,15 +14,6 @@ from utils.sync_batchnorm import GlooSyncBatchNorm, SyncBatchNormError, convert_
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in the ranks; threads that wait for a busy core take far longer than one thread alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(name: str) -> nn.Module:
     """A model in float64 with the same random weights, running statistics and affine parameters everywhere."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ import models
 from data.images import load_image
 from data.loaders import ImageDataset
 from data.transforms import EvalTransform, Preprocessing, TrainTransform
-from utils.checkpoint import save_atomically
+from utils.checkpoint import save_checkpoint
 from utils.predictor import load_predictor
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_prediction_sees_bit_for_bit_what_validation_sees(files, tmp_path, inter
         "classes": ["a", "b", "c"],
         "preprocessing": wanted.to_dict(),
     }
-    save_atomically(content, tmp_path / "best.pth")
+    save_checkpoint(content, tmp_path / "best.pth")
     predictor, seen = load_predictor(tmp_path / "best.pth"), []
     predictor.model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].clone()))
     rows = predictor(files, batch_size=5)
@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_tensor_and_another_one_another():
     first = transform(image, 11)
     random.seed(5)
     torch.manual_seed(5)
-    numpy.random.seed(5)  # noqa: NPY002
+    numpy.random.seed(5)
     assert torch.equal(TrainTransform(preprocessing(), 0.35, 0.5)(image, 11), first)
     assert len({transform(image, seed).numpy().tobytes() for seed in range(50)}) == 50
 

@@ -19,7 +19,7 @@ from data.samplers import SeededSampler
 from data.transforms import Preprocessing, TrainTransform
 from tests.makers import COLOURS, make_photo, make_photos, relative_difference, small_net
 from tests.ranks import run_ranks
-from utils.checkpoint import save_atomically
+from utils.checkpoint import save_checkpoint
 from utils.run import NullRun
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Recorder(NullRun):
     def save(self, name, state):
         self.state = {key: tensor.clone() for key, tensor in state["model"].items()}
         if self.disk:
-            save_atomically(state, Path(self.disk, name))
+            save_checkpoint(state, Path(self.disk, name))
 
 
 def run_script_on_rank(rank, world_size, script, options, folder):
@@ -97,7 +97,7 @@ def steps_of(ranks: list[dict]) -> list[list[tuple]]:
     """The samples of each step, over all ranks, sorted by index."""
     size = BATCH // len(ranks)
     steps = [[rank["seen"][first : first + size] for rank in ranks] for first in range(0, len(ranks[0]["seen"]), size)]
-    return [sorted(sum(step, [])) for step in steps]
+    return [sorted(sample for own in step for sample in own) for step in steps]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -136,10 +136,11 @@ def test_samples_augmentations_and_learning_rates_are_equal_exactly_in_float32(t
 
 @pytest.mark.parametrize("script", ["train_multi_gpu", "train_single_gpu"])
 def test_each_epoch_has_another_order_and_other_augmentations(train, script):
-    first, second = (sum(train(1, script=script)[0]["seen"][k : k + STEPS * BATCH], ()) for k in (0, STEPS * BATCH))
-    assert [*first[::3]] != [*second[::3]]
-    assert not set(first[1::3]) & set(second[1::3])
-    assert not set(first[2::3]) & set(second[2::3])
+    seen = train(1, script=script)[0]["seen"]
+    first, second = ([*zip(*seen[k : k + STEPS * BATCH], strict=True)] for k in (0, STEPS * BATCH))
+    assert first[0] != second[0]  # the order of the indices
+    assert not set(first[1]) & set(second[1])  # seeds
+    assert not set(first[2]) & set(second[2])  # tensors
 
 
 def test_without_synchronized_statistics_the_result_is_another_one(train):

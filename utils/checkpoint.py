@@ -80,7 +80,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
     import pickle
 
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+    if isinstance(error, pickle.UnpicklingError) and "unsupported global" in str(error).lower():
         return (
             f"{path} holds Python objects, which could run code when loaded, and is refused: "
             "save its state_dict() with plain values only"
@@ -107,7 +107,8 @@ def load_weights(model: nn.Module, path: str | Path) -> tuple[str, ...]:
     heads = tuple(f"{name}." for name in models.head_modules(model))
     fitting = {key: tensor for key, tensor in state.items() if key in own and own[key].shape == tensor.shape}
     unused = sorted(state.keys() - fitting.keys())
-    missing = sorted(own.keys() - fitting.keys())
+    # Older files, some of torchvision's among them, lack the counters of BatchNorm, which nothing needs.
+    missing = sorted(key for key in own.keys() - fitting.keys() if not key.endswith("num_batches_tracked"))
     _refuse_other_architecture(path, fitting, [*unused], [*missing], heads)
     model.load_state_dict(fitting, strict=False)
     notes = [f"loaded {len(fitting)} of the model's {len(own)} tensors from {path}"]

@@ -61,13 +61,16 @@ def _few(confusion: torch.Tensor, classes: Sequence[str], counts: torch.Tensor) 
     cell = max(0.45, min(0.8, 3.6 / size))  # inches
     names, side = 0.09 * max(map(text_width, labels)), cell * size
     rotation = 0 if names < cell else 45
-    figure = new_figure(max(side + names + 2.0, 4.6), side + (names * 0.7 if rotation else 0.1) + 1.3)
+    rows = [f"{name} ({count:,})" for name, count in zip(labels, counts.tolist(), strict=True)]
+    figure = new_figure(
+        max(side + 0.09 * max(map(text_width, rows)) + 1.9, 4.6), side + (names * 0.7 if rotation else 0.1) + 1.3
+    )
     axes = figure.subplots()
     shares = confusion / counts.clamp(min=1)[:, None]
     image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     _frame(axes, counts)
     _write_counts(axes, confusion, shares, cell)
-    _name_axes(axes, labels, [f"{name} ({count:,})" for name, count in zip(labels, counts.tolist(), strict=True)], 9)
+    _name_axes(axes, labels, rows, 9)
     if rotation:
         axes.set_xticks(
             range(size), labels, fontsize=9, rotation=45, ha="right", rotation_mode="anchor", **name_style()

@@ -5,6 +5,7 @@ This module loads no torch, so that `--help` and a mistyped option are answered 
 
 import argparse
 import difflib
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from utils.errors import UserError
 DEFAULTS = {
     "model": ("resnet34", "resnet18"),
     "image_size": (None, 32),  # None: the size that the model was made for
-    "epochs": (10, 12),
+    "epochs": (10, 6),
     "lr": (0.01, 0.02),
     "hflip": (0.5, 0.0),
     "crop_scale": (0.35, 0.7),
@@ -51,7 +52,10 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """A line of a recipe file (`@FILE`), split as a shell would; `#` begins a comment."""
-        return [with_dashes(word) for word in shlex.split(arg_line, comments=True)]
+        try:
+            return [with_dashes(word) for word in shlex.split(arg_line, comments=True)]
+        except ValueError as error:  # an open quote
+            self.error(f"a line of the options file cannot be read ({error}): {arg_line}")
 
     def error(self, message: str):
         raise UserError(f"{message}; {self.prog} --help lists the options")
@@ -104,7 +108,7 @@ def _number(kind: type, low: float, high: float = float("inf"), open_low: bool =
 
     def parse(text: str):
         value = kind(text)
-        if not low <= value <= high or (open_low and value == low):
+        if math.isinf(value) or not low <= value <= high or (open_low and value == low):
             bound = f"{'above' if open_low else 'at least'} {low}" + (f" and at most {high}" if high < 1e9 else "")
             raise argparse.ArgumentTypeError(f"{text} is not {bound}")
         return value
@@ -148,7 +152,7 @@ def _add_data(group) -> None:
         "--crop-scale",
         type=_number(float, 0, 1, open_low=True),
         metavar="R",
-        help=f"smallest area of a random crop, 1 turns cropping off {_default('crop_scale')}",
+        help=f"smallest area of a random crop, 1: none but the shape {_default('crop_scale')}",
     )
     group.add_argument("--hflip", type=_share, metavar="P", help=f"probability of mirroring {_default('hflip')}")
     group.add_argument(

@@ -5,47 +5,84 @@ from argparse import Namespace
 
 import torch
 
+from data.images import printable
+from utils.checkpoint import unwrap
 from utils.distributed_utils import get_world_size, say
 from utils.experiment import Experiment
 from utils.run import NullRun
 from utils.schedule import Schedule
 
-CLASSES_SHOWN = 10
+CLASSES_SHOWN = 8
 
 
 def say_start(args: Namespace, experiment: Experiment, schedule: Schedule, device: torch.device, run: NullRun) -> None:
     """What is about to be trained, on what, with which arithmetic, and where it goes."""
-    parameters = sum(parameter.numel() for parameter in experiment.model.parameters())
-    trainable = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
-    preprocessing = experiment.preprocessing
-    say(f"device    {_device_name(device)}, {get_world_size()} process(es), {experiment.workers} workers each")
-    say(f"data      {experiment.split.root}: {_counts(experiment)}")
-    say(
-        f"model     {experiment.model_name}, {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M trained, "
-        f"{preprocessing.image_size} px {preprocessing.interpolation}"
-    )
+    say(f"device   {_device_name(device)}, {_count(get_world_size(), 'process', 'es')}, {_workers(experiment.workers)}")
+    say(f"data     {printable(experiment.split.root)}")
+    say(f"         {_counts(experiment)}")
+    say(f"model    {_model(experiment)}")
+    for note in experiment.notes:
+        say(f"         {note}")
+    for heading, note in zip(("batch", *[""] * len(schedule.notes)), schedule.notes, strict=False):
+        say(f"{heading:8} {note}")
     if args.syncBN and get_world_size() == 1:
-        say("          --syncBN has no effect with one process")
-    for note in (*experiment.notes, *schedule.notes):
-        say(f"          {note}")
-    say(f"run       {run.folder}")
+        say("note     --syncBN has no effect with one process")
+    if run.folder is not None:
+        say(f"run      {run.folder}")
+        say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
+    say()
 
 
 def say_end(run: NullRun) -> None:
-    """Where the result lies, and what to type next."""
-    if run.folder is not None:
-        say(f"best model: {run.folder / 'best.pth'}")
-        say(f"predict:    python predict.py PHOTO --weights {shlex.quote(str(run.folder / 'best.pth'))}")
-        say(f"watch:      tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
+    """How good the best model is, where everything lies, and what to type next."""
+    if run.folder is None:
+        return
+    best, folder = max(run.rows, key=lambda row: row["val_top1"]), shlex.quote(str(run.folder))
+    say(f"\nbest     top-1 {best['val_top1']:.4f} in epoch {best['epoch'] + 1} of {len(run.rows)}")
+    say(f"files    {run.folder}/: best.pth, last.pth, metrics.csv, split.csv and pictures (*.png)")
+    say(f"predict  python predict.py photo.jpg --weights {folder}/best.pth")
+    say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
 
 
 def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
+def _workers(workers: int) -> str:
+    return f"{_count(workers, 'worker')} each to load images" if workers else "which load their images themselves"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _model(experiment: Experiment) -> str:
+    model, size = unwrap(experiment.model), experiment.preprocessing.image_size
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = "" if trained == parameters else f" ({trained:,} of them trained)"
+    return (
+        f"{experiment.model_name}, {parameters / 1e6:.2f} M parameters{share}, "
+        f"{multiply_adds(model, size) / 1e6:,.0f} M multiply-adds for an image of {size} x {size}"
+    )
+
+
+@torch.no_grad()
+def multiply_adds(model: torch.nn.Module, image_size: int) -> int:
+    """Of one image's way through the model, in convolutions and matrix products."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameter, was_training = next(model.parameters()), model.training
+    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device)
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(image)
+    model.train(was_training)
+    return counter.get_total_flops() // 2  # a multiply-add counts as two operations there
+
+
 def _counts(experiment: Experiment) -> str:
     split = experiment.split
     rows = split.counts()
-    shown = ", ".join(f"{name} {train}+{val}" for name, train, val in rows[:CLASSES_SHOWN])
-    more = f", and {len(rows) - CLASSES_SHOWN} more" if len(rows) > CLASSES_SHOWN else ""
-    return f"{len(rows)} classes, {len(split.train)} training + {len(split.val)} validation images ({shown}{more})"
+    shown = ", ".join(f"{printable(name)} {train}+{val}" for name, train, val in rows[:CLASSES_SHOWN])
+    more = f" and {len(rows) - CLASSES_SHOWN} more" if len(rows) > CLASSES_SHOWN else ""
+    return f"{len(rows)} classes, {len(split.train)} training + {len(split.val)} validation images: {shown}{more}"

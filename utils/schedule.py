@@ -75,7 +75,7 @@ def make_schedule(args, images: int, world_size: int) -> Schedule:
     steps = images // global_batch
     total = steps * args.epochs
     warmup = args.warmup_steps if args.warmup_steps is not None else min(100, total // 10)
-    notes = [f"batch {batch_size} x {world_size} processes x {accumulate} accumulated = {global_batch}; {arithmetic}"]
+    notes = [f"{batch_size} images x {world_size} processes x {accumulate} accumulated = {global_batch}; {arithmetic}"]
     notes.append(
         f"{steps} steps an epoch, {total} in all, {warmup} of warm-up; "
         f"{images - steps * global_batch} images are left out of each epoch, others each time"
