@@ -105,7 +105,8 @@ def extension_hint(extension: str) -> str:
 
 def printable(path: str) -> str:
     r"""A path as one line of valid Unicode: unchanged where it is that already, any other byte as \xNN."""
-    text = os.fsencode(path).decode("utf-8", "surrogateescape")
+    # Under an ASCII locale every byte of a Chinese name is a surrogate; together they are valid again.
+    text = path.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     return re.sub("[\x00-\x1f\x7f\udc80-\udcff]", lambda match: f"\\x{ord(match[0]) & 0xFF:02x}", text)
 
 

@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_ends_the_other_and_is_told(ended):
 
 def assert_quick_and_quiet(result):
     """Both processes would have trained for 50 epochs; a peer's loss is a consequence, not a cause."""
-    assert result.seconds < 30  # measured 8; the start alone takes half of it, more where tests run side by side
+    assert result.seconds < 30  # the start alone takes half of it where tests run side by side
     for noise in ("Connection closed by peer", "Connection reset", "DistBackendError", "destroy_process_group"):
         assert noise not in result.stderr
 

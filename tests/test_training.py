@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from datetime import datetime
 
 import pytest
@@ -38,7 +39,8 @@ def base(tmp_path_factory):
     for part, each in (("train", 1), ("val", 1)):  # 3 to train on, 2 to validate
         scripts.make_photos(folder / "three" / part, ["a", "b"], each=each)
     scripts.stripes(0, 5).save(folder / "three" / "train" / "a" / "third.png")
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # checkpoints of 100 MB and more
 
 
 def begin(base, name, script, *options, env=None):
@@ -147,7 +149,7 @@ def test_best_pth_holds_what_prediction_needs_and_last_pth_more(plain):
     assert all(type(value) is str for value in best["versions"].values())
     rows = read_metrics(plain[1])
     assert best["metrics"]["val_top1"] == max(row["val_top1"] for row in rows)
-    assert last["metrics"] == pytest.approx(rows[-1], rel=1e-15)
+    assert {name: last["metrics"][name] for name in rows[-1]} == pytest.approx(rows[-1], rel=1e-15)
     for state in (best["model"], last["model"]):
         assert {"conv1.weight", "bn1.running_mean", "fc.bias"} <= state.keys()
         assert not [key for key in state if key.startswith("module.")]
@@ -232,7 +234,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoints(base,
     assert ended[name].returncode == 2, ended[name].text
     (sentence,) = ended[name].stderr.splitlines()
     assert sentence.startswith("error: ")
-    assert "step 1 " in sentence  # the first step moves the weights, the second one meets them
+    assert f"step {0 if name == 'overflow' else 1} " in sentence  # the weights after it, or the next step's loss
     assert "learning rate" in sentence
     assert "e+" in sentence
     for checkpoint in (base / name).glob("runs/*/*.pth"):

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, read as data and never as code, and fitted to a model."""
 
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -48,9 +49,11 @@ def read_checkpoint(path: str | Path) -> dict:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about other programs' pickles; what matters becomes a sentence
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(_why_unreadable(path, error)) from None
+        raise UserError(_why_unreadable(path, head, error)) from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, but weights are a dict of tensors")
     return content
@@ -76,11 +79,16 @@ def _read_safetensors(path: Path) -> dict:
         raise UserError(f"{path} cannot be read as safetensors, it is cut or something else ({error})") from None
 
 
-def _why_unreadable(path: Path, error: Exception) -> str:
+def _names_code(head: bytes, message: str) -> bool:
+    """Whether torch refused a pickle for what it would call; other files make it stumble over their first bytes."""
+    return "unsupported global" in message or (head.startswith(b"\x80") and "unsupported" in message)
+
+
+def _why_unreadable(path: Path, head: bytes, error: Exception) -> str:
     import pickle
 
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, pickle.UnpicklingError) and "unsupported global" in str(error).lower():
+    if isinstance(error, pickle.UnpicklingError) and _names_code(head, str(error).lower()):
         return (
             f"{path} holds Python objects, which could run code when loaded, and is refused: "
             "save its state_dict() with plain values only"

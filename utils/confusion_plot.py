@@ -95,8 +95,8 @@ def _many(confusion: torch.Tensor, classes: Sequence[str], counts: torch.Tensor)
     """Logarithmic colours, and the most confused pairs by name at the side."""
     block = -(-len(classes) // NAMED)
     side = 8.0 if block > 1 else max(5.0, 0.088 * len(classes))  # inches
-    figure = new_figure(side + 7.0, side + 2.0)
-    axes, side_list = figure.subplots(1, 2, width_ratios=[side + 2.5, 4.5])
+    figure = new_figure(side + 7.2, side + 2.0)
+    axes, side_list = figure.subplots(1, 2, width_ratios=[side + 2.5, 4.7])
     blocks, block_counts = _in_blocks(confusion, block), _in_blocks(counts.diag(), block).diagonal()
     image = _log_image(axes, blocks / block_counts.clamp(min=1)[:, None], int(block_counts.max()))
     _frame(axes, block_counts)
@@ -175,7 +175,7 @@ def _list_pairs(axes, confusion: torch.Tensor, classes: Sequence[str], counts: t
     axes.set_axis_off()
     pairs = confused_pairs(confusion, rows)
     axes.set_title("Most confused: images, true → given" if pairs else "No mistakes", loc="left", fontsize=9)
-    names = class_labels(classes, 22)
+    names = class_labels(classes, 20)
     for row, (images, true, given) in enumerate(pairs):
         height = 1 - (row + 0.7) / rows
         text = f"{images:,} of {int(counts[true]):,}"

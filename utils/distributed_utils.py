@@ -6,7 +6,7 @@
 import os
 import re
 import sys
-import uuid
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -114,12 +114,20 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // processes)))
-    standalone = ["--standalone", f"--nproc-per-node={processes}", f"--rdzv-id={uuid.uuid4()}"]
-    try:
-        run.main([*standalone, script, *arguments])
-    except ChildFailedError as failed:
-        _, first = failed.get_first_failure()
-        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        standalone = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={folder}"]
+        try:
+            run.run(run.parse_args([*standalone, script, *arguments]))
+        except ChildFailedError as failed:
+            rank, first = failed.get_first_failure()
+            if first.exitcode > 0:
+                sys.exit(first.exitcode)
+            print(
+                f"error: process {rank} was ended by {first.signal_name()}; if nobody sent it, the system may have "
+                "run out of memory: try a smaller --batch-size or fewer --workers",
+                file=sys.stderr,
+            )
+            sys.exit(128 - first.exitcode)
 
 
 def init_distributed_mode(device: str = "auto", world_size: int | None = None, dist_url: str = "env://"):

@@ -63,7 +63,7 @@ def _recorded(main: Callable[[], None]) -> Callable[[], None]:
             if _is_lost_peer(e):
                 return
             if isinstance(e, _user_errors()):
-                e.__traceback__ = None  # a sentence, no traceback
+                e.__traceback__ = e.__cause__ = None  # a sentence, no traceback
             super().record_exception(e)
 
     return record(main, OneCause())

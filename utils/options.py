@@ -180,7 +180,7 @@ def _add_training(group) -> None:
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="batches that make one step (1)")
     group.add_argument(
         "--lr",
-        type=_number(float, 0, open_low=True),
+        type=_number(float, 0, 3.4e38, open_low=True),  # float32's range
         help=f"of one process's batch, or of the global batch where that is given {_default('lr')}",
     )
     group.add_argument("--lrf", type=_share, default=0.01, metavar="R", help="last learning rate over the first (0.01)")

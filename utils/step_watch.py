@@ -22,6 +22,14 @@ class _Report:
     work: dist.Work | None
 
 
+def not_finite(what: str, step: int, lr: float) -> str:
+    """The sentence for a training that has broken down at `step`, which counts from 0."""
+    return (
+        f"{what} is not finite at step {step} (learning rate {lr:g}): training stopped, and the checkpoints written "
+        "before are sound; try a lower --lr or a longer --warmup-steps"
+    )
+
+
 class StepWatch:
     """Stops all processes together at the first loss that is not finite.
 
@@ -68,10 +76,7 @@ class StepWatch:
             report.event.synchronize()
         elif report.work is not None:
             report.work.wait()
-        loss, not_finite = report.values.tolist()
-        if not_finite:
-            raise UserError(
-                f"the loss is not finite at step {report.step} (learning rate {report.lr:g}): training stopped, and "
-                "checkpoints written before are sound; try a lower --lr or a longer --warmup-steps"
-            )
+        loss, found_not_finite = report.values.tolist()
+        if found_not_finite:
+            raise UserError(not_finite("the loss", report.step, report.lr))
         self.on_step(report.step, loss / get_world_size(), report.lr)

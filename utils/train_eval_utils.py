@@ -13,13 +13,14 @@ import models
 from data.loaders import Loader
 from utils.checkpoint import unwrap
 from utils.distributed_utils import broadcast_buffers, get_rank, reduce_value, say
+from utils.errors import UserError
 from utils.experiment import Experiment
 from utils.metrics import Metrics, Totals
 from utils.precision import Precision
 from utils.progress import Progress
 from utils.run import NullRun, versions
 from utils.schedule import Schedule
-from utils.step_watch import StepWatch
+from utils.step_watch import StepWatch, not_finite
 from utils.worst import WorstAnswers
 
 
@@ -78,7 +79,7 @@ def fit(
         start = time.perf_counter()
         with progress.epoch(epoch):
             train_loss, lr, waited = train_one_epoch(trainer, train_loader, epoch)
-        watch.drain()
+        settle(trainer, schedule.steps_per_epoch * (epoch + 1))
         trained = time.perf_counter() - start
         metrics = evaluate(model, val_loader, experiment, precision)
         row = {
@@ -121,6 +122,19 @@ def train_one_epoch(trainer: Trainer, loader: Loader, epoch: int) -> tuple[float
         rates.append(trainer.optimizer.param_groups[0]["lr"])
     # Every step of every process has the same number of images, so their mean is the mean over the images.
     return float(reduce_value(losses, average=True)) / steps, max(rates), waited
+
+
+def settle(trainer: Trainer, steps: int) -> None:
+    """Makes sure, before anything is saved, that the model after so many steps is sound and the same everywhere.
+
+    Raises:
+        UserError: a loss was not finite, or the last step made weights that are not; every process raises it.
+    """
+    trainer.watch.drain()
+    broadcast_buffers(unwrap(trainer.model))
+    floats = [tensor for tensor in unwrap(trainer.model).state_dict().values() if tensor.is_floating_point()]
+    if not bool(torch.stack([tensor.isfinite().all() for tensor in floats]).all()):
+        raise UserError(not_finite("a weight", steps - 1, trainer.schedule.learning_rate(steps - 1)))
 
 
 def train_step(trainer: Trainer, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> torch.Tensor:
