@@ -16,7 +16,8 @@ from utils.errors import UserError
 DEFAULTS = {
     "model": ("resnet34", "resnet18"),
     "image_size": (None, 32),  # None: the size that the model was made for
-    "epochs": (10, 6),
+    "epochs": (10, 5),
+    "batch_size": (16, 32),
     "lr": (0.01, 0.02),
     "hflip": (0.5, 0.0),
     "crop_scale": (0.35, 0.7),
@@ -173,7 +174,9 @@ def _add_model(group) -> None:
 def _add_training(group) -> None:
     group.add_argument("--epochs", type=_positive, metavar="N", help=_default("epochs"))
     batch = group.add_mutually_exclusive_group()
-    batch.add_argument("--batch-size", type=_positive, metavar="N", help="images of one process at a time (16)")
+    batch.add_argument(
+        "--batch-size", type=_positive, metavar="N", help=f"images of one process {_default('batch_size')}"
+    )
     batch.add_argument(
         "--global-batch-size", type=_positive, metavar="N", help="images of a step, all processes together"
     )
@@ -239,10 +242,8 @@ def parse_training_options(
     if args.weights:
         args.pretrained = False
     for name, choices in DEFAULTS.items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not (name == "batch_size" and args.global_batch_size):
             setattr(args, name, choices[args.data_path is None])
-    if args.batch_size is None and args.global_batch_size is None:
-        args.batch_size = 16
     return args
 
 
