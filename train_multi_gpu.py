@@ -21,6 +21,7 @@ from utils.errors import run_script
 from utils.experiment import prepare_experiment
 from utils.options import parse_training_options
 from utils.report import say_end, say_start
+from utils.resume import resume_or_start
 from utils.run import start_run
 from utils.schedule import make_schedule
 from utils.sync_batchnorm import convert_sync_batchnorm
@@ -37,12 +38,14 @@ def main() -> None:
             return processes.launch(__file__, sys.argv[1:], count)
 
     # 1. Take a device and join the group of processes.
-    device = processes.init_distributed_mode(args.device, args.world_size, args.dist_url)
+    device = processes.init_distributed_mode(args.device, args.world_size, args.dist_url, args.timeout)
     rank, world_size = processes.get_rank(), processes.get_world_size()
 
-    # 2. The same data, split and initial weights on every process: all are made from --seed.
-    experiment = prepare_experiment(args, device)
-    schedule = make_schedule(args, len(experiment.train_set), world_size)
+    # 2. The same data, split and initial weights on every process: all are made from --seed, or those of the run that
+    #    goes on, which rank 0 sends.
+    args, resumed = resume_or_start(args, distributed=True)
+    experiment = prepare_experiment(args, device, resumed)
+    schedule = make_schedule(args, len(experiment.train_set), world_size, resumed and resumed.state["schedule"])
 
     # 3. Each process gets its own part of one shuffled order, in batches.
     sampler = DistributedSampler(
@@ -66,9 +69,9 @@ def main() -> None:
     )
 
     # 6. Train; only the run of rank 0 writes files.
-    run = start_run(args, experiment)
+    run = start_run(args, experiment, resumed)
     say_start(args, experiment, schedule, device, run)
-    fit(model, experiment, schedule, train_loader, val_loader, args, run)
+    fit(model, experiment, schedule, train_loader, val_loader, args, run, resumed)
     say_end(run)
 
     # 7. Leave the group together.

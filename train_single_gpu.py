@@ -18,6 +18,7 @@ from utils.errors import run_script
 from utils.experiment import prepare_experiment
 from utils.options import parse_training_options
 from utils.report import say_end, say_start
+from utils.resume import resume_or_start
 from utils.run import start_run
 from utils.schedule import make_schedule
 from utils.train_eval_utils import fit
@@ -27,9 +28,10 @@ def main() -> None:
     args = parse_training_options(__doc__, distributed=False)
     device = choose_device(args.device)
 
-    # 1. Data, split, preprocessing and initial weights, all made from --seed.
-    experiment = prepare_experiment(args, device)
-    schedule = make_schedule(args, len(experiment.train_set), world_size=1)
+    # 1. Data, split, preprocessing and initial weights: all made from --seed, or those of the run that goes on.
+    args, resumed = resume_or_start(args, distributed=False)
+    experiment = prepare_experiment(args, device, resumed)
+    schedule = make_schedule(args, len(experiment.train_set), 1, resumed and resumed.state["schedule"])
 
     # 2. The same samplers as for many processes: one process is number 0 of 1.
     sampler = DistributedSampler(experiment.train_set, num_replicas=1, rank=0, seed=args.seed, drop_last=True)
@@ -42,9 +44,9 @@ def main() -> None:
     model = nn.DataParallel(experiment.model) if args.data_parallel else experiment.model
 
     # 4. Train.
-    run = start_run(args, experiment)
+    run = start_run(args, experiment, resumed)
     say_start(args, experiment, schedule, device, run)
-    fit(model, experiment, schedule, train_loader, val_loader, args, run)
+    fit(model, experiment, schedule, train_loader, val_loader, args, run, resumed)
     say_end(run)
     run.close()
 

@@ -1,5 +1,6 @@
 """From a list of samples to batches of uint8 images: the data set and the loaders made from it."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -52,6 +53,13 @@ def unbroken(batch: Batch | DataError) -> Batch:
     return batch
 
 
+def _leave_signals_to_the_process(worker: int) -> None:
+    """A launcher sends a signal to the whole group; the process decides what it means, and its workers end with it."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Loader:
     """Batches of (images, labels) on `device`. Raises DataError, with the file's path, when an image cannot be read.
 
@@ -67,12 +75,13 @@ class Loader:
             collate_fn=collate,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
+            worker_init_fn=_leave_signals_to_the_process,
             # A generator of its own: fetching data draws nothing from the one that the training steps are seeded with.
             generator=torch.Generator().manual_seed(0),
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.batches.sampler.set_epoch(epoch)
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        self.batches.sampler.set_epoch(epoch, start)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -8,6 +8,7 @@ augmentation come from (run seed, epoch, index) alone: they depend neither on th
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
@@ -28,18 +29,23 @@ class SeededSampler(Sampler[tuple[int, int]]):
     """
 
     def __init__(self, sampler: DistributedSampler, seed: int):
-        self.sampler, self.seed = sampler, seed
+        self.sampler, self.seed, self.start = sampler, seed, 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Another order and other augmentations in each epoch; without this call every epoch is the same."""
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Another order and other augmentations in each epoch; without this call every epoch is the same.
+
+        `start` is the number of this process's samples that were used before an interruption: they are passed over
+        here, so that nothing is read in vain.
+        """
         self.sampler.set_epoch(epoch)
+        self.start = start
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         epoch = self.sampler.epoch
-        return ((index, sample_seed(self.seed, epoch, index)) for index in self.sampler)
+        return ((index, sample_seed(self.seed, epoch, index)) for index in islice(self.sampler, self.start, None))
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.sampler) - self.start
 
 
 class ShardSampler(Sampler[int]):

@@ -39,13 +39,14 @@ class Board:
     Args:
         folder: the run folder.
         classes: names, in the order of the model's outputs.
+        purge_step: where a run goes on; what an earlier process has written from there on is taken out of sight.
     """
 
-    def __init__(self, folder: Path, classes: Sequence[str]):
+    def __init__(self, folder: Path, classes: Sequence[str], purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.classes = folder, [printable(name) for name in classes]
-        self.events = SummaryWriter(str(folder))
+        self.events = SummaryWriter(str(folder), purge_step=purge_step)
         self.drawn_at = -SECONDS_BETWEEN_FIGURES
         self.waiting: tuple | None = None  # what the next drawing shows
 
@@ -95,7 +96,8 @@ class Board:
         if rows:
             self._show("figures/curves", curves_figure(rows), "curves.png", step)
             best = max(rows, key=lambda row: row["val_top1"])
-            self._compare(args, {f"best/{name}": best[name] for name in ("val_top1", "val_macro_f1", "val_loss")})
+            figures = {f"best/{name}": best.get(name) for name in ("val_top1", "val_macro_f1", "val_loss")}
+            self._compare(args, {name: value for name, value in figures.items() if value is not None})
         self.events.close()
 
     def _compare(self, args: Namespace, figures: dict[str, float]) -> None:

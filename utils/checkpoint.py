@@ -3,6 +3,7 @@
 import warnings
 import zipfile
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -31,11 +32,32 @@ def save_checkpoint(state: dict, path: str | Path) -> None:
     `state` holds tensors and plain Python values only: `torch.load(weights_only=True)` reads nothing else.
     """
     with whole_file(path, "wb") as file:
-        torch.save(state, file)
+        noting = _NotingFile(file)
+        try:
+            torch.save(state, noting)
+        except Exception as error:
+            raise noting.failure or error from None
 
 
-def read_checkpoint(path: str | Path) -> dict:
-    """The content of a .pth, .pt or .safetensors file, its tensors on the CPU.
+class _NotingFile:
+    """A file for torch.save, which tells of a full disk in words of its own: the system's error is kept here."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file, self.failure = file, None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def read_checkpoint(path: str | Path, mmap: bool = False) -> dict:
+    """The content of a .pth, .pt or .safetensors file, its tensors on the CPU, with `mmap` read when they are used.
 
     Raises:
         UserError: the file is missing, empty, cut, something else, or holds more than tensors and plain values.
@@ -51,7 +73,7 @@ def read_checkpoint(path: str | Path) -> dict:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about other programs' pickles; what matters becomes a sentence
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise UserError(_why_unreadable(path, head, error)) from None
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from utils.errors import UserError
+from utils.interruption import EXIT_CODES
 
 
 def is_dist_avail_and_initialized() -> bool:
@@ -110,14 +111,18 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
     import logging
 
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // processes)))
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         standalone = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={folder}"]
+        standalone += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]  # passed on to the processes
         try:
             run.run(run.parse_args([*standalone, script, *arguments]))
+        except SignalException as stopped:
+            sys.exit(EXIT_CODES[stopped.sigval])
         except ChildFailedError as failed:
             rank, first = failed.get_first_failure()
             if first.exitcode > 0:
@@ -130,13 +135,16 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
             sys.exit(128 - first.exitcode)
 
 
-def init_distributed_mode(device: str = "auto", world_size: int | None = None, dist_url: str = "env://"):
+def init_distributed_mode(
+    device: str = "auto", world_size: int | None = None, dist_url: str = "env://", minutes: float = 30.0
+) -> torch.device:
     """Joins the processes into a group and gives this one its device.
 
     Args:
         device: auto, cuda, mps or cpu.
         world_size: if given, the number of processes that the user expects.
         dist_url: where the processes meet; env:// reads MASTER_ADDR and MASTER_PORT, which every launcher sets.
+        minutes: how long a process waits for another one before it fails.
 
     Returns:
         The torch.device of this process.
@@ -161,7 +169,7 @@ def init_distributed_mode(device: str = "auto", world_size: int | None = None, d
         **({"init_method": dist_url} if launched else {"store": dist.HashStore()}),
         rank=int(os.environ["RANK"]) if launched else 0,
         world_size=started,
-        timeout=timedelta(minutes=10),
+        timeout=timedelta(minutes=minutes),
         device_id=process_device if on_gpu else None,
     )
     _mention_idle_gpus(process_device)

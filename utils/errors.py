@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from data.files import ESCAPE_BYTES
+from utils.interruption import interruption
 
 USER_ERROR_EXIT_CODE = 2
 SECONDS_FOR_THE_AGENT_TO_STOP_US = 8.0
@@ -29,11 +30,15 @@ def run_script(main: Callable[[], None]) -> None:
         stream.reconfigure(errors=ESCAPE_BYTES)
     try:
         _recorded(main)()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except _user_errors() as error:
         if _first_to_report():
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR_EXIT_CODE)
     except Exception as error:
+        if _is_lost_peer(error) and interruption.signal:
+            sys.exit(interruption.exit_code)  # the other one has ended first, after the same signal
         if _is_lost_peer(error):
             # The launcher's agent is about to end this process because of the peer. If it does not, nobody else
             # has failed, so the broken connection is itself the cause and is told.

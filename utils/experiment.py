@@ -1,5 +1,6 @@
 """All that does not depend on the number of processes: the images and their split, the preprocessing, the model."""
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from data.split import Split, make_split
 from data.transforms import EvalTransform, Preprocessing, TrainTransform
 from utils.checkpoint import load_weights
 from utils.distributed_utils import first_on_each_machine, get_local_world_size, usable_cpus
+from utils.resume import Resumed
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,17 @@ class Experiment:
         return len(self.split.classes)
 
 
-def prepare_experiment(args: Namespace, device: torch.device) -> Experiment:
-    """Reads the data folder and builds the model. Raises DataError, ModelError or UserError for a user's mistake."""
-    with first_on_each_machine():
-        data_path = resolve_data_path(args.data_path) if args.data_path else ensure_demo_data()
-    split = make_split(data_path, val_rate=args.val_rate, seed=args.seed, num_classes=args.num_classes)
-    model, notes = _build_model(args, len(split.classes))
+def prepare_experiment(args: Namespace, device: torch.device, resumed: Resumed | None = None) -> Experiment:
+    """Reads the data folder and builds the model; a run that goes on brings its split, and its weights later.
+
+    Raises DataError, ModelError or UserError for a user's mistake.
+    """
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
+        torch.use_deterministic_algorithms(True)
+    split = resumed.split if resumed else _read_data(args)
+    model, notes = _build_model(args, len(split.classes), resumed is None)
+    notes += resumed.notes if resumed else ()
     preprocessing = _preprocessing(models.model_config(model), args.image_size)
     train_transform = TrainTransform(preprocessing, crop_scale=args.crop_scale, hflip=args.hflip)
     return Experiment(
@@ -63,11 +70,19 @@ def prepare_experiment(args: Namespace, device: torch.device) -> Experiment:
     )
 
 
-def _build_model(args: Namespace, num_classes: int) -> tuple[nn.Module, tuple[str, ...]]:
+def _read_data(args: Namespace) -> Split:
+    with first_on_each_machine():  # one process downloads or writes, the others find the folder
+        data_path = resolve_data_path(args.data_path) if args.data_path else ensure_demo_data()
+    return make_split(data_path, val_rate=args.val_rate, seed=args.seed, num_classes=args.num_classes)
+
+
+def _build_model(args: Namespace, num_classes: int, load: bool) -> tuple[nn.Module, tuple[str, ...]]:
     torch.manual_seed(args.seed)
     with first_on_each_machine():  # one process downloads, the others find the file
-        model = models.create_model(args.model, num_classes, pretrained=args.pretrained, image_size=args.image_size)
-    notes = load_weights(model, args.weights) if args.weights else ()
+        model = models.create_model(
+            args.model, num_classes, pretrained=args.pretrained and load, image_size=args.image_size
+        )
+    notes = load_weights(model, args.weights) if args.weights and load else ()
     if args.freeze_layers:
         models.freeze_trunk(model)
     return model, notes

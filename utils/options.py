@@ -132,6 +132,20 @@ def training_parser(description: str, distributed: bool) -> Parser:
     _add_devices(parser.add_argument_group("devices and processes"), distributed)
     group = parser.add_argument_group("run")
     group.add_argument("--run-dir", default="runs", metavar="DIR", help="each run gets a new folder in it (runs)")
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        metavar="RUN",
+        help="go on with a run: its folder or last.pth, or without a name the newest (a new run)",
+    )
+    group.add_argument(
+        "--save-minutes", type=_number(float, 0, open_low=True), default=10.0, metavar="M", help="between saves (10)"
+    )
+    group.add_argument("--save-steps", type=_positive, metavar="N", help="save after every so many steps too (off)")
+    group.add_argument(
+        "--deterministic", action=Switch, default=False, help="only algorithms that repeat exactly, slower on GPU (off)"
+    )
     group.add_argument("--seed", type=_number(int, 0), default=0, help="of split, weights, order, augmentation (0)")
     return parser
 
@@ -221,6 +235,13 @@ def _add_devices(group, distributed: bool) -> None:
     group.add_argument(
         "--find-unused-parameters", action=Switch, default=False, help="for models that skip branches (off)"
     )
+    group.add_argument(
+        "--timeout",
+        type=_number(float, 0, open_low=True),
+        default=30.0,
+        metavar="M",
+        help="minutes to wait for a process (30)",
+    )
     group.add_argument("--dist-url", default="env://", metavar="URL", help="where the processes meet (env://)")
     group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the environment says it better
 
@@ -245,6 +266,13 @@ def parse_training_options(
         if getattr(args, name) is None and not (name == "batch_size" and args.global_batch_size):
             setattr(args, name, choices[args.data_path is None])
     return args
+
+
+def given_options(distributed: bool, arguments: Sequence[str] | None = None) -> dict:
+    """The training options that stand on the command line, with their values; none of the defaults."""
+    parser, absent = training_parser("", distributed), object()
+    blank = argparse.Namespace(**{action.dest: absent for action in parser._actions})
+    return {name: value for name, value in vars(parser.parse_args(arguments, blank)).items() if value is not absent}
 
 
 def parse_prediction_options(description: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,12 +20,14 @@ class Progress:
         self.schedule, self.bar = schedule, None
 
     @contextmanager
-    def epoch(self, epoch: int) -> Iterator[None]:
+    def epoch(self, epoch: int, done: int = 0) -> Iterator[None]:
+        """The bar of one epoch, of which `done` steps were taken before an interruption."""
         from tqdm import tqdm
 
         images = self.schedule.steps_per_epoch * self.schedule.global_batch_size
         with tqdm(
             total=images,
+            initial=done * self.schedule.global_batch_size,
             desc=f"epoch {epoch + 1}/{self.schedule.epochs}",
             unit=" images",
             leave=False,

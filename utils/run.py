@@ -4,6 +4,7 @@ Other processes hold a NullRun, which has the same methods and does nothing, so 
 """
 
 import csv
+import fcntl
 import json
 import time
 from argparse import Namespace
@@ -14,21 +15,23 @@ import torch
 
 from data.files import whole_file
 from data.loaders import Loader, collate, unbroken
-from data.split import write_split
+from data.split import Split, write_split
 from utils.board import Board
 from utils.checkpoint import save_checkpoint
 from utils.distributed_utils import is_main_process
 from utils.errors import UserError
 from utils.experiment import Experiment
 from utils.metrics import Metrics
+from utils.resume import Resumed, agents_of_all_processes, split_hash
 
 METRICS = ("epoch", "train_loss", "val_loss", "val_top1", "val_top5", "lr", "images_per_second", "seconds")
 PICTURES = 32
 
 
-def start_run(args: Namespace, experiment: Experiment) -> "Run | NullRun":
-    """A new run folder on the main process; elsewhere an object that does nothing."""
-    return Run(args, experiment) if is_main_process() else NullRun()
+def start_run(args: Namespace, experiment: Experiment, resumed: Resumed | None) -> "Run | NullRun":
+    """The run folder, new or gone on with, on the main process; elsewhere an object that does nothing."""
+    agents = agents_of_all_processes()
+    return Run(args, experiment, resumed, agents) if is_main_process() else NullRun()
 
 
 class NullRun:
@@ -51,20 +54,48 @@ class Run(NullRun):
         UserError: the folder cannot be made or written to, found out before the first step.
     """
 
-    def __init__(self, args: Namespace, experiment: Experiment):
-        self.args, self.experiment, self.rows, self.step = args, experiment, [], 0
+    def __init__(self, args: Namespace, experiment: Experiment, resumed: Resumed | None, agents: list[str]):
+        self.args, self.experiment, self.step = args, experiment, resumed.state["step"] if resumed else 0
+        self.seconds_saving = 0.0
         try:
-            self.folder = _new_folder(Path(args.run_dir), experiment.model_name)
-            self._write_json("args.json", vars(args))
-            self._write_json("class_indices.json", dict(enumerate(experiment.split.classes)))
-            write_split(experiment.split, self.folder / "split.csv")
-            self._append_metrics(METRICS)
-            self.board = Board(self.folder, experiment.split.classes)
+            self.folder = resumed.folder if resumed else _new_folder(Path(args.run_dir), experiment.model_name)
+            self._lock()
+            self.rows = self._go_on(resumed.state["epochs_done"]) if resumed else self._begin(experiment.split)
+            self._write_json("agents.json", agents)
+            self.board = Board(self.folder, experiment.split.classes, purge_step=self.step if resumed else None)
         except OSError as error:
             raise UserError(
                 f"the run cannot be written to {args.run_dir} ({error}): choose another --run-dir"
             ) from None
+        self.split_hash = split_hash(self.folder / "split.csv")
         self.board.show_options(args)
+
+    def _lock(self) -> None:
+        """Held until this process ends, however it ends."""
+        self.lock = open(self.folder / "lock", "a")  # noqa: SIM115
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.folder} is being trained by another process: wait for it, or stop it") from None
+
+    def _begin(self, split: Split) -> list[dict]:
+        self._write_json("args.json", vars(self.args))
+        self._write_json("class_indices.json", dict(enumerate(split.classes)))
+        write_split(split, self.folder / "split.csv")
+        self._append_metrics(METRICS)
+        return []
+
+    def _go_on(self, epochs_done: int) -> list[dict]:
+        """Removes what a killed process left half done, and the rows of epochs that are about to be done again."""
+        for leftover in self.folder.glob(".*.tmp"):
+            leftover.unlink()
+        with open(self.folder / "metrics.csv", newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if _is_whole(row) and int(row["epoch"]) < epochs_done]
+        with whole_file(self.folder / "metrics.csv", newline="") as file:
+            writer = csv.DictWriter(file, METRICS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        return [{name: float(value) for name, value in row.items()} | {"epoch": int(row["epoch"])} for row in rows]
 
     def _write_json(self, name: str, content: dict) -> None:
         with whole_file(self.folder / name) as file:
@@ -99,8 +130,20 @@ class Run(NullRun):
         self.board.log_best(metrics, (images, labels.tolist(), given, probabilities), step)
 
     def save(self, name: str, state: dict) -> None:
-        """Writes a checkpoint into the folder, whole or not at all."""
-        save_checkpoint(state, self.folder / name)
+        """Writes a checkpoint into the folder, whole or not at all.
+
+        Raises:
+            UserError: there is no room, or the folder cannot be written to; the file that was there is whole.
+        """
+        start = time.perf_counter()
+        try:
+            save_checkpoint(state | {"split_hash": self.split_hash}, self.folder / name)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / name} cannot be written ({error.strerror}); the one saved before is whole: "
+                "make room and go on with --resume"
+            ) from None
+        self.seconds_saving += time.perf_counter() - start
 
     def close(self) -> None:
         self.board.finish(self.rows, self.args, self.step)
@@ -118,6 +161,11 @@ def _new_folder(run_dir: Path, model_name: str) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("a thousand runs in one second")
+
+
+def _is_whole(row: dict) -> bool:
+    """A row that a killed process has not finished lacks its last values."""
+    return None not in row.values() and all(row.values())
 
 
 def newest_checkpoint(run_dir: str | Path = "runs") -> Path:

@@ -1,6 +1,7 @@
 """Images in a step, steps in a run, and the learning rate of each: arithmetic, told in one line."""
 
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 
 from utils.errors import UserError
@@ -45,6 +46,11 @@ class Schedule:
     def total_steps(self) -> int:
         return self.steps_per_epoch * self.epochs
 
+    @property
+    def kept(self) -> dict:
+        """What a run keeps of its schedule when it goes on, as options."""
+        return {"global_batch_size": self.global_batch_size, "lr": self.lr, "warmup_steps": self.warmup_steps}
+
     def learning_rate(self, step: int) -> float:
         """Cosine from `lr` to `lr * lrf` over all steps (Loshchilov and Hutter 2017, arXiv:1608.03983), and in the
         first `warmup_steps` a rising share of it (Goyal et al. 2017, arXiv:1706.02677). `step` counts from 0."""
@@ -53,12 +59,15 @@ class Schedule:
         return self.lr * warmup * (self.lrf + (1 - self.lrf) * cosine)
 
 
-def make_schedule(args, images: int, world_size: int) -> Schedule:
+def make_schedule(args: Namespace, images: int, world_size: int, kept: dict | None = None) -> Schedule:
     """The schedule for `images` training images on `world_size` processes.
+
+    `kept` is `Schedule.kept` of a run that goes on: whatever the number of processes now, its steps stay the same.
 
     Raises:
         UserError: a global batch that cannot be shared evenly, or fewer images than processes.
     """
+    args = Namespace(**vars(args) | (kept or {}))
     shares = world_size * args.accumulate
     if images < world_size:
         raise UserError(f"{images} training images for {world_size} processes: start at most {images}, or add photos")

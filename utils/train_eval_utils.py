@@ -3,44 +3,40 @@
 import time
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import models
 from data.loaders import Loader
 from utils.checkpoint import unwrap
 from utils.distributed_utils import broadcast_buffers, get_rank, reduce_value, say
-from utils.errors import UserError
 from utils.experiment import Experiment
+from utils.interruption import interruption
 from utils.metrics import Metrics, Totals
 from utils.precision import Precision
 from utils.progress import Progress
-from utils.run import NullRun, versions
+from utils.resume import Resumed
+from utils.run import NullRun
 from utils.schedule import Schedule
-from utils.step_watch import StepWatch, not_finite
+from utils.step_watch import StepWatch
+from utils.trainer import (
+    Position,
+    Trainer,
+    is_save_step,
+    make_optimizer,
+    prediction_state,
+    requests,
+    restore,
+    save,
+    save_and_perhaps_stop,
+    save_and_stop,
+    settle,
+)
 from utils.worst import WorstAnswers
-
-
-@dataclass
-class Trainer:
-    """What a training step needs, put together once.
-
-    Attributes:
-        model: the wrapped model (DDP, DataParallel) or a plain one.
-        normalize: from uint8 images to the model's input.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    criterion: nn.Module
-    schedule: Schedule
-    precision: Precision
-    normalize: callable
-    watch: StepWatch
-    seed: int
 
 
 def fit(
@@ -51,90 +47,70 @@ def fit(
     val_loader: Loader,
     args: Namespace,
     run: NullRun,
+    resumed: Resumed | None = None,
 ) -> None:
     """Trains for all epochs, validates after each, and leaves last.pth and best.pth in the run folder.
 
     Raises:
-        UserError: the loss is not finite; every process raises it at the same step.
+        UserError: the loss is not finite, on every process at the same step; or a checkpoint cannot be written.
         DataError: an image cannot be read.
+        SystemExit: a signal came; the run was saved.
     """
-    device = train_loader.device
-    precision = Precision(device, args.amp, args.eval_amp, args.float64)
-    progress = Progress(schedule)
-    watch = StepWatch(device, lambda *step: (run.log_step(*step), progress.show(*step)))
+    interruption.watch()
+    device, progress = train_loader.device, Progress(schedule)
     trainer = Trainer(
         model=model,
+        experiment=experiment,
         optimizer=make_optimizer(model, args),
         criterion=nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
         schedule=schedule,
-        precision=precision,
-        normalize=experiment.preprocessing.normalize,
-        watch=watch,
-        seed=args.seed,
+        precision=Precision(device, args.amp, args.eval_amp, args.float64),
+        watch=StepWatch(device, lambda *step: (run.log_step(*step), progress.show(*step))),
+        position=Position(),
+        args=args,
+        run=run,
+        save_seconds=60 * args.save_minutes,
     )
-    run.log_start(train_loader)
-    best = -1.0
-    for epoch in range(schedule.epochs):
-        train_loader.set_epoch(epoch)  # without it every epoch has the same order and the same augmentations
-        start = time.perf_counter()
-        with progress.epoch(epoch):
-            train_loss, lr, waited = train_one_epoch(trainer, train_loader, epoch)
-        settle(trainer, schedule.steps_per_epoch * (epoch + 1))
-        trained = time.perf_counter() - start
-        metrics = evaluate(model, val_loader, experiment, precision)
-        row = {
-            "epoch": epoch,
-            "train_loss": train_loss,
-            "val_loss": metrics.loss,
-            "val_top1": metrics.top1,
-            "val_top5": metrics.top5,
-            "val_macro_f1": metrics.macro_f1,
-            "lr": lr,
-            "images_per_second": schedule.steps_per_epoch * schedule.global_batch_size / trained,
-            "waiting": waited / trained,
-            "seconds": time.perf_counter() - start,
-        }
-        step = schedule.steps_per_epoch * (epoch + 1)
-        run.log_epoch(row, step)
-        if improved := metrics.top1 > best:
-            best = metrics.top1
-            run.save("best.pth", prediction_state(model, experiment, row))
-            run.log_best(metrics, step)
-        run.save("last.pth", training_state(trainer, experiment, row, best, args))
-        _say_epoch(row, schedule.epochs, improved, metrics.not_finite)
+    if resumed:
+        restore(trainer, resumed.state)
+    else:
+        run.log_start(train_loader)
+        save(trainer)  # what cannot be written is found out here, and a killed run has something to go on with
+    rehearse(trainer, device)
+    while trainer.position.epochs_done < schedule.epochs:
+        with progress.epoch(trainer.position.epochs_done, done=trainer.position.step % schedule.steps_per_epoch):
+            train_rest_of_epoch(trainer, train_loader)
+        end_epoch(trainer, val_loader)
 
 
-def train_one_epoch(trainer: Trainer, loader: Loader, epoch: int) -> tuple[float, float, float]:
-    """One pass over the training images.
-
-    Returns:
-        The mean training loss over the images of all processes, the epoch's highest learning rate, and the seconds
-        that this process waited for data.
-    """
+def train_rest_of_epoch(trainer: Trainer, loader: Loader) -> None:
+    """Trains from where the run stands to the end of the epoch under way; saves when it is time, and for a signal."""
     models.train_mode(trainer.model)
-    steps, batches, waited = trainer.schedule.steps_per_epoch, iter(loader), 0.0
-    losses, rates = torch.zeros((), device=loader.device, dtype=trainer.precision.dtype), []
-    for step in range(epoch * steps, (epoch + 1) * steps):
+    position, schedule = trainer.position, trainer.schedule
+    end = (position.epochs_done + 1) * schedule.steps_per_epoch
+    begun = end - schedule.steps_per_epoch
+    # Without set_epoch every epoch has the same order and the same augmentations.
+    loader.set_epoch(position.epochs_done, (position.step - begun) * schedule.accumulate * schedule.batch_size)
+    batches = iter(loader)
+    dtype = torch.float32 if loader.device.type == "mps" else torch.float64  # mps knows no float64
+    losses = torch.full((), position.loss_sum, device=loader.device, dtype=dtype)
+    start = time.perf_counter() - position.seconds
+    while position.step < end:
         asked = time.perf_counter()
-        batch = list(islice(batches, trainer.schedule.accumulate))
-        waited += time.perf_counter() - asked
-        losses += train_step(trainer, batch, step)
-        rates.append(trainer.optimizer.param_groups[0]["lr"])
-    # Every step of every process has the same number of images, so their mean is the mean over the images.
-    return float(reduce_value(losses, average=True)) / steps, max(rates), waited
-
-
-def settle(trainer: Trainer, steps: int) -> None:
-    """Makes sure, before anything is saved, that the model after so many steps is sound and the same everywhere.
-
-    Raises:
-        UserError: a loss was not finite, or the last step made weights that are not; every process raises it.
-    """
-    trainer.watch.drain()
-    broadcast_buffers(unwrap(trainer.model))
-    floats = [tensor for tensor in unwrap(trainer.model).state_dict().values() if tensor.is_floating_point()]
-    if not bool(torch.stack([tensor.isfinite().all() for tensor in floats]).all()):
-        raise UserError(not_finite("a weight", steps - 1, trainer.schedule.learning_rate(steps - 1)))
+        batch = list(islice(batches, schedule.accumulate))
+        position.waited += time.perf_counter() - asked
+        losses += train_step(trainer, batch, position.step)
+        position.step += 1
+        position.seconds = time.perf_counter() - start
+        if trainer.watch.agreed or is_save_step(trainer):
+            position.loss_sum = float(reduce_value(losses, average=True))
+            save_and_perhaps_stop(trainer)
+    # Every step of every process has the same number of images, so the mean of the losses is the mean over the images.
+    position.loss_sum = float(reduce_value(losses, average=True))
+    settle(trainer)
+    position.seconds = time.perf_counter() - start
+    if trainer.watch.agreed:  # in the last steps, read only now
+        save_and_perhaps_stop(trainer)
 
 
 def train_step(trainer: Trainer, batches: list[tuple[torch.Tensor, torch.Tensor]], step: int) -> torch.Tensor:
@@ -143,20 +119,73 @@ def train_step(trainer: Trainer, batches: list[tuple[torch.Tensor, torch.Tensor]
     for group in trainer.optimizer.param_groups:
         group["lr"] = lr
     # Dropout and its like draw from a generator that depends on nothing but the place in the run.
-    torch.manual_seed(hash((trainer.seed, step, get_rank())) & 0x7FFF_FFFF_FFFF_FFFF)
+    torch.manual_seed(hash((trainer.args.seed, step, get_rank())) & 0x7FFF_FFFF_FFFF_FFFF)
     total = 0.0
     for number, (images, labels) in enumerate(batches, start=1):
         with _synchronizing(trainer.model, number == len(batches)):
-            with trainer.precision.training():
-                logits = trainer.model(trainer.normalize(images, trainer.precision.dtype))
-                loss = trainer.criterion(logits, labels) / len(batches)
+            loss = _loss(trainer, images, labels) / len(batches)
             trainer.precision.scaler.scale(loss).backward()
         total = total + loss.detach()
     trainer.precision.scaler.step(trainer.optimizer)
     trainer.precision.scaler.update()
     trainer.optimizer.zero_grad()
-    trainer.watch.push(step, total, lr)
+    trainer.watch.push(step, total, lr, requests(trainer))
     return total
+
+
+def _loss(trainer: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with trainer.precision.training():
+        logits = trainer.model(trainer.experiment.preprocessing.normalize(images, trainer.precision.dtype))
+        return trainer.criterion(logits, labels)
+
+
+def rehearse(trainer: Trainer, device: torch.device) -> None:
+    """One forward and backward pass that leaves no trace but in DDP.
+
+    After its first step DDP groups the gradients anew, in the order in which they came, and another grouping adds in
+    another order. Rehearsed here, the grouping is the same in every step of a new run and of one that goes on.
+    """
+    if not isinstance(trainer.model, DistributedDataParallel):
+        return
+    models.train_mode(trainer.model)
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    size, count = trainer.experiment.preprocessing.image_size, trainer.schedule.batch_size
+    images = torch.zeros(count, 3, size, size, dtype=torch.uint8, device=device)
+    _loss(trainer, images, torch.zeros(count, dtype=torch.int64, device=device)).backward()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    trainer.optimizer.zero_grad()
+
+
+def end_epoch(trainer: Trainer, loader: Loader) -> None:
+    """Validates, writes the epoch down, and saves."""
+    position, schedule, run = trainer.position, trainer.schedule, trainer.run
+    start, epoch = time.perf_counter(), position.epochs_done
+    try:
+        metrics = evaluate(trainer.model, loader, trainer.experiment, trainer.precision, interruptible=True)
+    except ValidationInterrupted:
+        save_and_stop(trainer)
+    steps = range(epoch * schedule.steps_per_epoch, position.step)
+    row = {
+        "epoch": epoch,
+        "train_loss": position.loss_sum / schedule.steps_per_epoch,
+        "val_loss": metrics.loss,
+        "val_top1": metrics.top1,
+        "val_top5": metrics.top5,
+        "val_macro_f1": metrics.macro_f1,
+        "lr": max(map(schedule.learning_rate, steps)),
+        "images_per_second": schedule.steps_per_epoch * schedule.global_batch_size / position.seconds,
+        "waiting": position.waited / position.seconds,
+        "seconds": position.seconds + time.perf_counter() - start,
+    }
+    run.log_epoch(row, position.step)
+    improved = metrics.top1 > position.best
+    trainer.position = Position(step=position.step, epochs_done=epoch + 1, best=max(position.best, metrics.top1))
+    if improved:
+        run.save("best.pth", prediction_state(trainer.model, trainer.experiment, row))
+        run.log_best(metrics, position.step)
+    save(trainer, row)
+    _say_epoch(row, schedule.epochs, improved, metrics.not_finite)
 
 
 def _synchronizing(model: nn.Module, last: bool):
@@ -164,59 +193,33 @@ def _synchronizing(model: nn.Module, last: bool):
     return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
+class ValidationInterrupted(Exception):
+    """A signal came during validation, which is done again when the run goes on."""
+
+
 @torch.inference_mode()
-def evaluate(model: nn.Module, loader: Loader, experiment: Experiment, precision: Precision) -> Metrics:
+def evaluate(
+    model: nn.Module, loader: Loader, experiment: Experiment, precision: Precision, interruptible: bool = False
+) -> Metrics:
     """Exact figures over the images of all processes' loaders, the same on each process.
 
     What is evaluated is what is saved: the module inside the wrapper, with rank 0's buffers.
+
+    Raises:
+        ValidationInterrupted: `interruptible` is set, and a signal came.
     """
     model = unwrap(model)
     broadcast_buffers(model)
     model.eval()
     totals, worst = Totals(experiment.num_classes, loader.device), WorstAnswers()
     for images, labels in loader:
+        if interruptible and interruption.signal:
+            raise ValidationInterrupted
         with precision.evaluation():
             logits = model(experiment.preprocessing.normalize(images, precision.dtype))
         totals.update(logits, labels)
         worst.update(logits, labels)
     return replace(totals.reduce(), worst=worst.reduce(loader.batches.sampler.indices))
-
-
-def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum; weight decay acts on matrices and kernels, not on norms and biases."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(
-        [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": args.weight_decay},
-            {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=args.lr,  # train_step sets each step's own
-        momentum=args.momentum,
-        nesterov=args.momentum > 0,
-    )
-
-
-def prediction_state(model: nn.Module, experiment: Experiment, row: dict) -> dict:
-    """What prediction needs, in tensors and plain Python values."""
-    return {
-        "model": unwrap(model).state_dict(),
-        "model_name": experiment.model_name,
-        "classes": list(experiment.split.classes),
-        "preprocessing": experiment.preprocessing.to_dict(),
-        "metrics": {name: float(value) for name, value in row.items()},
-        "versions": versions(),
-    }
-
-
-def training_state(trainer: Trainer, experiment: Experiment, row: dict, best: float, args: Namespace) -> dict:
-    """What going on with the training needs, on top of that."""
-    return prediction_state(trainer.model, experiment, row) | {
-        "optimizer": trainer.optimizer.state_dict(),
-        "scaler": trainer.precision.scaler.state_dict(),
-        "epoch": row["epoch"],
-        "best": float(best),
-        "args": vars(args),
-    }
 
 
 def _say_epoch(row: dict, epochs: int, improved: bool, not_finite: int) -> None:
