@@ -1,8 +1,8 @@
 """A harness that kills runs and lets them go on: `python -m tests.faults --runs 60` (see --help).
 
 Each trial trains a small net on one, two or three processes, is killed with SIGKILL at random moments (a worker, all
-processes, or the launcher alone), goes on with --resume until it is done, and must end with weights that are bit for bit
-those of a run that nobody disturbed. No checkpoint may ever be unreadable, no process may be left behind.
+processes, or the launcher alone), goes on with --resume until it is done, and must end with weights that are bit for
+bit those of a run that nobody disturbed. No checkpoint may ever be unreadable, no process may be left behind.
 """
 
 import argparse
@@ -37,19 +37,16 @@ def start(words: list[str], log: Path) -> subprocess.Popen:
         return subprocess.Popen(words, stdout=file, stderr=file, env=environment, start_new_session=True)
 
 
-def descendants(parent: int) -> list[int]:
-    """All processes that come from `parent`, itself left out, as they are now."""
+def children(parent: int) -> list[int]:
+    """The processes that `parent` has started, as they are now."""
     rows = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for row in rows.splitlines():
-        pid, ppid = map(int, row.split())
-        children.setdefault(ppid, []).append(pid)
-    found, waiting = [], [parent]
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            found.append(pid)
-            waiting.append(pid)
-    return found
+    pairs = (map(int, row.split()) for row in rows.splitlines())
+    return [pid for pid, ppid in pairs if ppid == parent]
+
+
+def descendants(parent: int) -> list[int]:
+    """The processes that `parent` has started, and those that they have started."""
+    return [pid for child in children(parent) for pid in (child, *descendants(child))]
 
 
 def is_alive(pid: int) -> bool:
@@ -71,9 +68,9 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
 def kill(process: subprocess.Popen, victim: str, dice: random.Random) -> list[int]:
     """Kills the victim; returns the processes that must be gone soon."""
     family = descendants(process.pid)
-    workers = [pid for pid in family if pid in descendants(process.pid)]
+    workers = children(process.pid) or [process.pid]
     targets = {
-        "worker": [dice.choice(workers)] if workers else [process.pid],
+        "worker": [dice.choice(workers)],
         "all": [process.pid, *family],
         "launcher": [process.pid],
     }[victim]
@@ -97,24 +94,35 @@ def read_all(run_dir: Path) -> None:
 
 
 def undisturbed(folder: Path, processes: int) -> tuple[dict[str, torch.Tensor], float]:
-    run_dir, begun = folder / f"whole{processes}", time.monotonic()
-    process = start(command(folder, processes, "--run-dir", str(run_dir)), folder / f"whole{processes}.log")
-    assert process.wait(600) == 0, (folder / f"whole{processes}.log").read_text()
+    """The weights of a run that nobody disturbs, and the seconds from its first step to its end."""
+    run_dir, log = folder / f"whole{processes}", folder / f"whole{processes}.log"
+    process = start(command(folder, processes, "--run-dir", str(run_dir)), log)
+    wait_for_training(process, log, 0)
+    begun = time.monotonic()
+    assert process.wait(600) == 0, log.read_text()
     return weights(run_dir), time.monotonic() - begun
 
 
-def trial(folder: Path, processes: int, victim: str, seed: int, expected: dict, seconds: float) -> dict:
+def wait_for_training(process: subprocess.Popen, log: Path, before: int) -> int:
+    """Waits until one more start has come to its first step, or the process has ended; how many have by now."""
+    while process.poll() is None and log.read_text(errors="replace").count("\nwatch ") == before:
+        time.sleep(0.05)
+    return log.read_text(errors="replace").count("\nwatch ")
+
+
+def trial(folder: Path, processes: int, victim: str, seed: int, expected: dict, seconds: float, kills: int = 2) -> dict:
     """One run that is killed until it is done; raises AssertionError where a promise is broken."""
     dice, run_dir, log = random.Random(seed), folder / f"trial{seed}", folder / f"trial{seed}.log"
-    starts, kills, resume = 0, 0, []
+    starts, done, begun, resume = 0, 0, 0, []
     while True:
         process = start(command(folder, processes, "--run-dir", str(run_dir), *resume), log)
         starts += 1
+        begun = wait_for_training(process, log, begun)
         try:
-            code = process.wait(dice.uniform(0.25, 1.0) * seconds if kills < 3 else 600)
+            code = process.wait(dice.uniform(0, 0.8) * seconds if done < kills else 600)
         except subprocess.TimeoutExpired:
             family = kill(process, victim, dice)
-            kills += 1
+            done += 1
             process.wait(60)
             left = wait_until_gone(family, 30 if victim == "worker" else 15)
             assert not left, f"processes {left} are left behind\n{log.read_text()[-3000:]}"
@@ -122,15 +130,15 @@ def trial(folder: Path, processes: int, victim: str, seed: int, expected: dict, 
         else:
             if code == 0:
                 break
-            assert kills, log.read_text()[-3000:]
+            assert done, log.read_text()[-3000:]
         resume = ["--resume"] if list(run_dir.glob("*/last.pth")) else []
         assert starts < 12, log.read_text()[-3000:]
     final = weights(run_dir)
     different = [name for name in expected if not torch.equal(final[name], expected[name])]
-    assert not different, f"{len(different)} tensors differ after {kills} kills, {different[0]} among them"
+    assert not different, f"{len(different)} tensors differ after {done} kills, {different[0]} among them"
     rows = next(run_dir.glob("*/metrics.csv")).read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1"], rows
-    return {"starts": starts, "kills": kills}
+    return {"starts": starts, "kills": done}
 
 
 def main() -> None:

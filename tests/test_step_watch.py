@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import run_ranks
 from utils.errors import UserError
-from utils.step_watch import LAG, StepWatch
+from utils.step_watch import LAG, LAG_ON_CUDA, StepWatch
 
 CPU = torch.device("cpu")
 
@@ -102,6 +102,7 @@ def test_a_sound_run_drains_in_silence_and_may_go_on():
 
 def test_the_first_bad_step_is_named_when_several_are_under_way():
     watch = StepWatch(CPU, lambda *report: None)
+    watch.lag = LAG_ON_CUDA
     push_all(watch, [1.0, 2.0, math.inf, math.nan])
     with pytest.raises(UserError, match=r"step 2 \(learning rate 0.3\)"):
         watch.drain()

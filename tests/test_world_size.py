@@ -5,6 +5,7 @@ Replaced are only the model (a small net), the run folder (a recorder) and the m
 
 import hashlib
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.makers import COLOURS, make_photo, make_photos, relative_difference, 
 from tests.ranks import run_ranks
 from utils.checkpoint import save_checkpoint
 from utils.run import NullRun
+from utils.trainer import Position
 
 CPU = torch.device("cpu")
 BATCH, STEPS, EPOCHS, VALIDATION = 12, 3, 2, 7
@@ -153,9 +155,12 @@ def test_another_seed_is_another_run(train):
     assert steps_of(train(1, "--seed", "1")) != steps_of(train(1))
 
 
+LAST = {"optimizer", "scaler", "schedule", "args", *(each.name for each in fields(Position))}
+
+
 def test_what_a_run_saves_is_data_and_has_the_keys_of_an_ordinary_model(train):
     train(2, "--float64")
-    for name, more in (("best.pth", set()), ("last.pth", {"optimizer", "scaler", "epoch", "best", "args"})):
+    for name, more in (("best.pth", set()), ("last.pth", LAST)):
         content = torch.load(train.disk / name, weights_only=True)
         assert {"model", "model_name", "classes", "preprocessing", "metrics", "versions"} | more == content.keys()
         assert content["classes"] == ["blue", "green", "red"]

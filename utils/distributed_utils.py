@@ -114,7 +114,7 @@ def launch(script: str, arguments: list[str], processes: int) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers speak for themselves
+    logging.disable(logging.ERROR)  # of the launcher's own words; the processes speak for themselves
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // processes)))
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         standalone = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={folder}"]

@@ -33,19 +33,28 @@ def run_script(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except _user_errors() as error:
-        if _first_to_report():
+        if first_to_report():
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR_EXIT_CODE)
     except Exception as error:
-        if _is_lost_peer(error) and interruption.signal:
-            sys.exit(interruption.exit_code)  # the other one has ended first, after the same signal
         if _is_lost_peer(error):
-            # The launcher's agent is about to end this process because of the peer. If it does not, nobody else
-            # has failed, so the broken connection is itself the cause and is told.
-            time.sleep(SECONDS_FOR_THE_AGENT_TO_STOP_US)
-        if _first_to_report():
+            _leave_with_the_peer()
+        if first_to_report():
             traceback.print_exc()
         sys.exit(1)
+
+
+def _leave_with_the_peer() -> None:
+    """Ends this process once a signal says why: all were sent one, or the launcher's agent ends us because of the peer.
+
+    Comes back if none arrives: then nobody else has failed, and the broken connection is itself the cause to be told.
+    """
+    deadline = time.monotonic() + SECONDS_FOR_THE_AGENT_TO_STOP_US
+    while time.monotonic() < deadline:
+        if interruption.signal:
+            sys.stderr.flush()
+            os._exit(interruption.exit_code)
+        time.sleep(0.05)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
@@ -87,7 +96,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def _first_to_report() -> bool:
+def first_to_report() -> bool:
     """True in the first process that asks. Every process can reach the launcher's store, or that of the group."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True

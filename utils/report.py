@@ -4,6 +4,7 @@ import shlex
 from argparse import Namespace
 
 import torch
+from torch import nn
 
 from data.images import printable
 from utils.checkpoint import unwrap
@@ -17,6 +18,8 @@ CLASSES_SHOWN = 8
 
 def say_start(args: Namespace, experiment: Experiment, schedule: Schedule, device: torch.device, run: NullRun) -> None:
     """What is about to be trained, on what, with which arithmetic, and where it goes."""
+    if run.folder is None:
+        return  # not the main process
     say(f"device   {_device_name(device)}, {_count(get_world_size(), 'process', 'es')}, {_workers(experiment.workers)}")
     say(f"data     {printable(experiment.split.root)}")
     say(f"         {_counts(experiment)}")
@@ -27,9 +30,8 @@ def say_start(args: Namespace, experiment: Experiment, schedule: Schedule, devic
         say(f"{heading:8} {note}")
     if args.syncBN and get_world_size() == 1:
         say("note     --syncBN has no effect with one process")
-    if run.folder is not None:
-        say(f"run      {run.folder}")
-        say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
+    say(f"run      {run.folder}" + (f", goes on after step {run.step}" if run.step else ""))
+    say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
     say()
 
 
@@ -68,16 +70,20 @@ def _model(experiment: Experiment) -> str:
 
 
 @torch.no_grad()
-def multiply_adds(model: torch.nn.Module, image_size: int) -> int:
-    """Of one image's way through the model, in convolutions and matrix products."""
-    from torch.utils.flop_counter import FlopCounterMode
+def multiply_adds(model: nn.Module, image_size: int) -> int:
+    """Of one image's way through the model's convolutions and linear layers: outputs times what each is summed over."""
+    counted, parameter, was_training = [], next(model.parameters()), model.training
 
-    parameter, was_training = next(model.parameters()), model.training
-    image = torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device)
-    with FlopCounterMode(display=False) as counter:
-        model.eval()(image)
+    def count(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        counted.append(output.numel() * layer.weight[0].numel())
+
+    layers = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    model.eval()(torch.zeros(1, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
+    for hook in hooks:
+        hook.remove()
     model.train(was_training)
-    return counter.get_total_flops() // 2  # a multiply-add counts as two operations there
+    return sum(counted)
 
 
 def _counts(experiment: Experiment) -> str:

@@ -25,7 +25,7 @@ from utils.metrics import Metrics
 from utils.resume import Resumed, agents_of_all_processes, split_hash
 
 METRICS = ("epoch", "train_loss", "val_loss", "val_top1", "val_top5", "lr", "images_per_second", "seconds")
-PICTURES = 32
+PICTURES = 16
 
 
 def start_run(args: Namespace, experiment: Experiment, resumed: Resumed | None) -> "Run | NullRun":

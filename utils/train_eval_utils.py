@@ -1,5 +1,6 @@
 """The training loop, on one process or many: `fit` calls `train_one_epoch` and `evaluate` for each epoch."""
 
+import math
 import time
 from argparse import Namespace
 from contextlib import nullcontext
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 from data.loaders import Loader
 from utils.checkpoint import unwrap
-from utils.distributed_utils import broadcast_buffers, get_rank, reduce_value, say
+from utils.distributed_utils import broadcast_buffers, get_rank, get_world_size, reduce_value, say
 from utils.experiment import Experiment
+from utils.heartbeat import Heartbeat
 from utils.interruption import interruption
 from utils.metrics import Metrics, Totals
 from utils.precision import Precision
@@ -26,6 +28,7 @@ from utils.step_watch import StepWatch
 from utils.trainer import (
     Position,
     Trainer,
+    explained,
     is_save_step,
     make_optimizer,
     prediction_state,
@@ -70,17 +73,20 @@ def fit(
         args=args,
         run=run,
         save_seconds=60 * args.save_minutes,
+        heartbeat=Heartbeat(args.timeout if get_world_size() > 1 else math.inf),
     )
+    interruption.on_tick = trainer.heartbeat.tick
     if resumed:
         restore(trainer, resumed.state)
     else:
         run.log_start(train_loader)
         save(trainer)  # what cannot be written is found out here, and a killed run has something to go on with
-    rehearse(trainer, device)
-    while trainer.position.epochs_done < schedule.epochs:
-        with progress.epoch(trainer.position.epochs_done, done=trainer.position.step % schedule.steps_per_epoch):
-            train_rest_of_epoch(trainer, train_loader)
-        end_epoch(trainer, val_loader)
+    with explained(schedule):
+        rehearse(trainer, device)
+        while trainer.position.epochs_done < schedule.epochs:
+            with progress.epoch(trainer.position.epochs_done, done=trainer.position.step % schedule.steps_per_epoch):
+                train_rest_of_epoch(trainer, train_loader)
+            end_epoch(trainer, val_loader)
 
 
 def train_rest_of_epoch(trainer: Trainer, loader: Loader) -> None:
@@ -96,9 +102,11 @@ def train_rest_of_epoch(trainer: Trainer, loader: Loader) -> None:
     losses = torch.full((), position.loss_sum, device=loader.device, dtype=dtype)
     start = time.perf_counter() - position.seconds
     while position.step < end:
+        trainer.heartbeat.at(position.step, "loading images")
         asked = time.perf_counter()
         batch = list(islice(batches, schedule.accumulate))
         position.waited += time.perf_counter() - asked
+        trainer.heartbeat.at(position.step, "training")
         losses += train_step(trainer, batch, position.step)
         position.step += 1
         position.seconds = time.perf_counter() - start
@@ -160,6 +168,7 @@ def rehearse(trainer: Trainer, device: torch.device) -> None:
 def end_epoch(trainer: Trainer, loader: Loader) -> None:
     """Validates, writes the epoch down, and saves."""
     position, schedule, run = trainer.position, trainer.schedule, trainer.run
+    trainer.heartbeat.at(position.step, "validating")
     start, epoch = time.perf_counter(), position.epochs_done
     try:
         metrics = evaluate(trainer.model, loader, trainer.experiment, trainer.precision, interruptible=True)

@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from utils.checkpoint import unwrap
 from utils.distributed_utils import broadcast_buffers, get_local_world_size, get_world_size, is_main_process, say
 from utils.errors import UserError
 from utils.experiment import Experiment
+from utils.heartbeat import Heartbeat
 from utils.interruption import EXIT_CODES, interruption
 from utils.precision import Precision
 from utils.run import NullRun, versions
@@ -64,6 +67,7 @@ class Trainer:
     args: Namespace
     run: NullRun
     save_seconds: float
+    heartbeat: Heartbeat
     saved_at: float = field(default_factory=time.monotonic)
 
 
@@ -149,6 +153,27 @@ def save_and_stop(trainer: Trainer) -> None:
     say(f"stopped by {name} after step {trainer.position.step} of {trainer.schedule.total_steps}; go on with:")
     say(f"  {resume_command(trainer.run)}")
     sys.exit(EXIT_CODES[signal.Signals[name]])
+
+
+@contextmanager
+def explained(schedule: Schedule) -> Iterator[None]:
+    """Turns what torch says of a machine that is too small into a sentence for its user."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+            half, twice = max(1, schedule.batch_size // 2), 2 * schedule.accumulate
+            raise UserError(
+                f"out of memory with {schedule.batch_size} images at a time: try --batch-size {half} --accumulate "
+                f"{twice}, a smaller --image-size, or --amp"
+            ) from None
+        if text.startswith("DataLoader worker"):
+            raise UserError(
+                "a process that loads images was killed; often shared memory is too small (docker run --shm-size=8g) "
+                "or memory has run out: try --workers 0, and go on with --resume"
+            ) from None
+        raise
 
 
 def requests(trainer: Trainer) -> set[str]:
