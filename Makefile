@@ -4,7 +4,7 @@ PYTHON ?= python3
 .PHONY: demo test test-all lint
 
 demo: .venv/app
-	.venv/bin/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=2 train_multi_gpu.py --device cpu
+	OMP_NUM_THREADS=1 .venv/bin/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=2 train_multi_gpu.py --device cpu
 	@echo; echo "Predicting images that the model was not trained on:"
 	.venv/bin/python predict.py $$(grep ',val$$' $$(ls -td runs/*/split.csv | head -n 1) | cut -d, -f1 | awk 'NR % 60 == 1')
 	@echo; echo "Next:"
@@ -13,10 +13,10 @@ demo: .venv/app
 	@echo "  .venv/bin/python train_single_gpu.py --data-path YOUR_PHOTOS          your own: a folder per class"
 
 test: .venv/dev
-	.venv/bin/python -m pytest -m "not slow"
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: .venv/dev
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/dev
 	.venv/bin/ruff check .

@@ -91,7 +91,10 @@ def same(state: dict, other: dict) -> bool:
     return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
-@pytest.mark.parametrize(("processes", "victim"), [(1, "all"), (2, "worker"), (2, "launcher")])
+@pytest.mark.parametrize(
+    ("processes", "victim"),
+    [(2, "worker"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "all"), (2, "launcher")))],
+)
 def test_killed_at_random_moments_it_ends_with_the_same_weights_bit_for_bit(base, whole, processes, victim):
     state, _, seconds = whole[processes]
     result = faults.trial(base, processes, victim, 100 + 10 * processes + len(victim), state, seconds, kills=1)
@@ -107,7 +110,12 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
+SLOW_STOPS = ("plain TERM", "torchrun INT", "launch TERM")
+
+
+@pytest.mark.parametrize(
+    "name", ["plain USR1", "single INT", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_STOPS)]
+)
 def test_a_signal_stops_all_processes_and_loses_no_step(base, whole, name):
     words, number, code = STOPS[name]
     run_dir, log = name.replace(" ", "_"), base / f"{name}.log"
@@ -118,8 +126,9 @@ def test_a_signal_stops_all_processes_and_loses_no_step(base, whole, name):
     process.send_signal(number)
     assert process.wait(30) == code, log.read_text()
     assert not faults.wait_until_gone(family, 10 - (time.monotonic() - sent)), log.read_text()
+    steps = 18 if "single" in name else 8
     assert re.search(
-        rf"stopped by SIG{name.split()[1]} after step \d+ of {18 if 'single' in name else 8}; go on with:\n  .*--resume ",
+        rf"stopped by {number.name} after step \d+ of {steps}; go on with:\n  .*--resume ",
         log.read_text(),
     )
     done = read_checkpoint(only_run(base, run_dir) / "last.pth")["step"]
@@ -127,9 +136,11 @@ def test_a_signal_stops_all_processes_and_loses_no_step(base, whole, name):
     finish = begin([*words, *options(base, run_dir, "--resume")], base, f"{name} again")
     assert finish.wait(120) == 0, (base / f"{name} again.log").read_text()
     assert (f"goes on after step {done}" if done else "run ") in (base / f"{name} again.log").read_text()
-    assert same(read_checkpoint(only_run(base, run_dir) / "last.pth")["model"], whole[1 if "single" in name else 2][0])
+    expected = whole[1 if "single" in name else 2][0]
+    assert same(read_checkpoint(only_run(base, run_dir) / "last.pth")["model"], expected)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_under_max_restarts_needs_nobodys_help(base, whole):
     words = [*TORCHRUN, "--max-restarts=3", str(ROOT / MULTI), *options(base, "elastic")]
     process = begin(words, base, "elastic")
@@ -144,7 +155,7 @@ def test_a_killed_worker_under_max_restarts_needs_nobodys_help(base, whole):
 
 
 def test_metrics_and_events_go_on_without_a_doubled_or_missing_step(base, whole):
-    for processes, run_dir in ((1, "single_INT"), (2, "plain_TERM")):
+    for processes, run_dir in ((1, "single_INT"), (2, "plain_USR1")):
         folder = only_run(base, run_dir)
         rows, expected = read_metrics(folder), read_metrics(whole[processes][1])
         assert [row["epoch"] for row in rows] == [0, 1]
@@ -158,6 +169,7 @@ def test_metrics_and_events_go_on_without_a_doubled_or_missing_step(base, whole)
         assert len(list(folder.glob("events*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_changed_option_is_named_and_ignored_more_epochs_are_not(base):
     first = run_script(SINGLE, *options(base, "more"), cwd=base)
     assert first.returncode == 0, first.text
@@ -174,10 +186,11 @@ def test_a_changed_option_is_named_and_ignored_more_epochs_are_not(base):
     assert (args["lr"], args["epochs"]) == (0.01, 3)
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_steps(base):
     shared = ["--float64", "--lr", "0.01"]
     plain = without_batch_size(options(base, "moved", *shared))
-    words = [sys.executable, str(ROOT / SINGLE), *plain, "--global-batch-size", "4"]
+    words = [sys.executable, str(ROOT / SINGLE), *plain, "--global-batch-size", "12"]
     process = begin(words, base, "moved")
     wait_for(base / "moved.log", "watch ")
     process.send_signal(signal.SIGTERM)
@@ -192,7 +205,7 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(base):
 
 def test_a_living_run_cannot_be_resumed_and_a_changed_split_is_noticed(base):
     process = begin([sys.executable, str(ROOT / SINGLE), *options(base, "alive", epochs=50)], base, "alive")
-    wait_for(base / "alive.log", "watch ")
+    wait_for(base / "alive.log", "epoch 1/")
     refused = run_script(SINGLE, *options(base, "alive", "--resume"), cwd=base)
     assert refused.returncode == 2
     assert re.fullmatch(r"error: .*is being trained by another process.*\n", refused.stderr)
@@ -237,15 +250,23 @@ if os.environ.get("RANK") == "1" and sys.argv[0].endswith("train_multi_gpu.py"):
 @pytest.mark.parametrize(
     ("name", "what", "code", "expected"),
     [
-        ("stall", "time.sleep(600)", 1, r"error: waited 12 seconds at step \d+: rank 1 did not arrive"),
+        pytest.param(
+            "stall",
+            "time.sleep(600)",
+            1,
+            r"error: waited 12 seconds at step \d+: rank 1 did not arrive",
+            marks=pytest.mark.slow,
+        ),
         (
             "memory",
             "raise torch.OutOfMemoryError('CUDA out of memory')",
             2,
             r"out of memory with 4 images.*--batch-size 2",
         ),
-        ("killed", "os.kill(os.getpid(), 9)", 137, r"process 1 was ended by SIGKILL"),
-        ("bug", "raise KeyError('a bug')", 1, r"KeyError: 'a bug'"),
+        pytest.param(
+            "killed", "os.kill(os.getpid(), 9)", 137, r"process 1 was ended by SIGKILL", marks=pytest.mark.slow
+        ),
+        pytest.param("bug", "raise KeyError('a bug')", 1, r"KeyError: 'a bug'", marks=pytest.mark.slow),
     ],
 )
 def test_one_rank_in_trouble_ends_all_and_says_why_once(base, name, what, code, expected):
@@ -280,8 +301,9 @@ def test_a_killed_loader_process_is_told_with_its_likely_cause(base):
     assert "--shm-size" in (base / "loader.log").read_text()
 
 
+@pytest.mark.slow
 def test_two_agents_make_the_weights_of_one_and_only_rank_0_writes(base):
-    double = ["--float64", "--global-batch-size", "4"]
+    double = ["--float64", "--global-batch-size", "12"]
     plain, port = without_batch_size(options(base, "agents")) + double, free_port()
     agents = [
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]

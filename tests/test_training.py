@@ -75,7 +75,18 @@ def plain(base):
 def ended(base, plain):
     """How all other runs ended, by the name of their working folder."""
     frozen = ["--data-path", base / "pairs", "--weights", plain[1] / "best.pth", *FROZEN]
-    mixed = ["--data-path", base / "parts", "--no-pretrained", "--amp", "bf16", "--no-syncBN", "--batch-size", "4"]
+    mixed = [
+        "--data-path",
+        base / "parts",
+        "--no-pretrained",
+        "--amp",
+        "bf16",
+        "--no-syncBN",
+        "--batch-size",
+        "4",
+        "--image-size",
+        "32",
+    ]
     few = ["--data-path", base / "three", "--no-pretrained", "--batch-size", "16", "--epochs", "1"]
     huge = ["--data-path", base / "photos", "--no-pretrained", "--epochs", "2", "--val-rate", "0.25"]
     one_step = ["--data-path", base / "three", "--no-pretrained", "--epochs", "3", "--warmup-steps", "0"]

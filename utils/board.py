@@ -21,6 +21,11 @@ from utils.plots import curves_figure, per_class_figure
 
 # Figures take a second or two; drawn at each new best, they would be a good part of a run of a minute.
 SECONDS_BETWEEN_FIGURES = 60
+# Options that say how a run runs, not what it learns: no use in comparing runs by them.
+HOW_IT_RUNS = {
+    *("device", "dist_url", "local_rank", "run_dir", "resume", "save_minutes", "save_steps", "timeout", "workers"),
+    *("world_size", "find_unused_parameters"),
+}
 SCALARS = {
     "train_loss": "loss/training",
     "val_loss": "loss/validation",
@@ -107,7 +112,7 @@ class Board:
         plain = {
             name: value if isinstance(value, (bool, int, float)) else printable(str(value))
             for name, value in vars(args).items()
-            if value is not None
+            if value is not None and name not in HOW_IT_RUNS
         }
         for summary in hparams(plain, figures):
             self.events.file_writer.add_summary(summary)

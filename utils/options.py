@@ -100,6 +100,8 @@ def with_dashes(word: str) -> str:
 
 
 def _unknown_option(unknown: list[str], known) -> str:
+    if not unknown[0].startswith("-"):
+        return f"unexpected word {unknown[0]} (a data folder is given as --data-path {unknown[0]})"
     near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
     return f"unknown option {unknown[0]}" + (f", did you mean {near[0]}?" if near else "")
 
@@ -146,13 +148,15 @@ def training_parser(description: str, distributed: bool) -> Parser:
     group.add_argument(
         "--deterministic", action=Switch, default=False, help="only algorithms that repeat exactly, slower on GPU (off)"
     )
-    group.add_argument("--seed", type=_number(int, 0), default=0, help="of split, weights, order, augmentation (0)")
+    group.add_argument(
+        "--seed", type=_number(int, 0), default=0, metavar="N", help="of split, weights, order, augmentation (0)"
+    )
     return parser
 
 
 def _add_data(group) -> None:
     group.add_argument(
-        "--data-path", metavar="DIR", help="a folder per class, or train/ and val/ (the built-in digits)"
+        "--data-path", metavar="DIR", help="a folder per class, or train/ and val/, or flowers (the built-in digits)"
     )
     group.add_argument("--num-classes", type=_positive, metavar="N", help="checked against the data (not checked)")
     group.add_argument(
@@ -160,7 +164,7 @@ def _add_data(group) -> None:
         type=_number(float, 0, 1, open_low=True),
         default=0.2,
         metavar="R",
-        help="share of each class (0.2)",
+        help="share of each class to validate on (0.2)",
     )
     group.add_argument("--image-size", type=_positive, metavar="PX", help=_default("image_size", "the model's own"))
     group.add_argument(
@@ -192,12 +196,13 @@ def _add_training(group) -> None:
         "--batch-size", type=_positive, metavar="N", help=f"images of one process {_default('batch_size')}"
     )
     batch.add_argument(
-        "--global-batch-size", type=_positive, metavar="N", help="images of a step, all processes together"
+        "--global-batch-size", type=_positive, metavar="N", help="images of a step, all processes together (none)"
     )
     group.add_argument("--accumulate", type=_positive, default=1, metavar="N", help="batches that make one step (1)")
     group.add_argument(
         "--lr",
         type=_number(float, 0, 3.4e38, open_low=True),  # float32's range
+        metavar="R",
         help=f"of one process's batch, or of the global batch where that is given {_default('lr')}",
     )
     group.add_argument("--lrf", type=_share, default=0.01, metavar="R", help="last learning rate over the first (0.01)")
@@ -210,7 +215,7 @@ def _add_training(group) -> None:
     group.add_argument(
         "--warmup-steps", type=_number(int, 0), metavar="N", help="steps of rising learning rate (a tenth, at most 100)"
     )
-    group.add_argument("--momentum", type=_share, default=0.9, help="of SGD, Nesterov's (0.9)")
+    group.add_argument("--momentum", type=_share, default=0.9, metavar="M", help="of SGD, Nesterov's (0.9)")
     group.add_argument(
         "--weight-decay", type=_number(float, 0), default=1e-4, metavar="W", help="not on norms and biases (0.0001)"
     )
@@ -281,7 +286,7 @@ def parse_prediction_options(description: str, arguments: Sequence[str] | None =
     parser.add_argument("paths", nargs="+", metavar="PATH", help="image files and folders")
     parser.add_argument("--weights", metavar="FILE", help="a checkpoint (best.pth of the newest run in runs/)")
     parser.add_argument("--top-k", type=_positive, default=1, metavar="K", help="how many classes to name (1)")
-    parser.add_argument("--output", metavar="FILE", help="also write the rows to a .csv, .json or .jsonl file")
+    parser.add_argument("--output", metavar="FILE", help="also write the rows to a .csv, .json or .jsonl file (none)")
     parser.add_argument("--device", default="auto", metavar="D", help="auto, cuda, mps or cpu (auto)")
     args = parser.parse_args(arguments)
     if args.output and not args.output.lower().endswith((".csv", ".json", ".jsonl")):

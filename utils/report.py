@@ -28,8 +28,8 @@ def say_start(args: Namespace, experiment: Experiment, schedule: Schedule, devic
         say(f"         {note}")
     for heading, note in zip(("batch", *[""] * len(schedule.notes)), schedule.notes, strict=False):
         say(f"{heading:8} {note}")
-    if args.syncBN and get_world_size() == 1:
-        say("note     --syncBN has no effect with one process")
+    for reason in _idle_options(args, device):
+        say(f"note     {reason}")
     say(f"run      {run.folder}" + (f", goes on after step {run.step}" if run.step else ""))
     say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
     say()
@@ -44,6 +44,19 @@ def say_end(run: NullRun) -> None:
     say(f"files    {run.folder}/: best.pth, last.pth, metrics.csv, split.csv and pictures (*.png)")
     say(f"predict  python predict.py photo.jpg --weights {folder}/best.pth")
     say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
+
+
+def _idle_options(args: Namespace, device: torch.device) -> list[str]:
+    """A sentence for each option that was given and changes nothing in this run."""
+    alone = "has no effect with one process"
+    idle = {
+        f"--syncBN {alone}": args.syncBN and get_world_size() == 1,
+        f"--find-unused-parameters {alone}": getattr(args, "find_unused_parameters", False) and get_world_size() == 1,
+        "--data-parallel has no effect without GPUs": getattr(args, "data_parallel", False) and device.type != "cuda",
+        "--eval-amp has no effect without --amp": args.eval_amp and not args.amp,
+        "--lr-scaling has no effect with --global-batch-size": args.lr_scaling != "linear" and args.global_batch_size,
+    }
+    return [sentence for sentence, holds in idle.items() if holds]
 
 
 def _device_name(device: torch.device) -> str:
