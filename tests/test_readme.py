@@ -91,7 +91,7 @@ def test_help_shows_the_defaults_that_are_used(script):
 
 
 def test_every_command_parses():
-    """Each line that calls one of the scripts, without recipe files, which are the README's own, and shell variables."""
+    """Each line that calls one of the scripts, without recipe files and shell variables."""
     seen = set()
     for line in commands():
         place = next((number for number, word in enumerate(line) if word in SCRIPTS), None)
