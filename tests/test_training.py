@@ -251,3 +251,27 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_the_checkpoints(base,
     for checkpoint in (base / name).glob("runs/*/*.pth"):
         for key, tensor in read_checkpoint(checkpoint)["model"].items():
             assert tensor.isfinite().all(), f"{checkpoint.name}: {key}"
+
+
+def test_tensorboard_finds_every_figure_of_a_run(plain):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(plain[1])).Reload()
+    tags = events.Tags()
+    assert set(tags["scalars"]) >= {
+        *("step/loss", "step/learning_rate", "loss/training", "loss/validation", "learning_rate/epoch"),
+        *("validation/top1", "validation/top5", "validation/macro_f1"),
+        *("speed/images_per_second", "speed/share_of_time_waiting_for_data"),
+        *("best/val_top1", "best/val_macro_f1", "best/val_loss"),
+    }
+    images = {"images/training", "figures/confusion", "figures/per_class", "figures/curves"}
+    assert images <= set(tags["images"]) <= images | {"images/worst"}
+    assert tags["tensors"] == ["options/text_summary"]
+    assert len(events.PluginTagToContent("hparams")) == 3
+    rows = read_metrics(plain[1])
+    assert [event.value for event in events.Scalars("validation/top1")] == pytest.approx(
+        [row["val_top1"] for row in rows], rel=1e-6
+    )
+    assert {path.stem for path in plain[1].glob("*.png")} >= {
+        *("training_images", "confusion_matrix", "per_class", "curves")
+    }
