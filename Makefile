@@ -6,7 +6,8 @@ PYTHON ?= python3
 demo: .venv/app
 	OMP_NUM_THREADS=1 .venv/bin/python -W ignore::FutureWarning -m torch.distributed.launch --nproc_per_node=2 train_multi_gpu.py --device cpu
 	@echo; echo "Predicting images that the model was not trained on:"
-	.venv/bin/python predict.py $$(grep ',val$$' $$(ls -td runs/*/split.csv | head -n 1) | cut -d, -f1 | awk 'NR % 60 == 1')
+	@.venv/bin/python predict.py $$(tr -d '\r' < $$(ls -td runs/*/split.csv | head -n 1) \
+		| awk -F, '/,val$$/ && ++n % 60 == 1 { print $$1 }')
 	@echo; echo "Next:"
 	@echo "  .venv/bin/tensorboard --logdir runs                                   watch what happened"
 	@echo "  .venv/bin/python train_single_gpu.py --data-path flowers              3,670 flower photos (download of 229 MB)"

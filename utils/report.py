@@ -1,6 +1,7 @@
 """The first and the last lines of a training run."""
 
 import shlex
+import time
 from argparse import Namespace
 
 import torch
@@ -42,6 +43,11 @@ def say_end(run: NullRun) -> None:
     best, folder = max(run.rows, key=lambda row: row["val_top1"]), shlex.quote(str(run.folder))
     say(f"\nbest     top-1 {best['val_top1']:.4f} in epoch {best['epoch'] + 1} of {len(run.rows)}")
     say(f"files    {run.folder}/: best.pth, last.pth, metrics.csv, split.csv and pictures (*.png)")
+    seconds = time.perf_counter() - run.begun
+    say(
+        f"saving   {run.saves} times, {run.seconds_saving:.1f} s, for which the other processes waited: "
+        f"{run.seconds_saving / seconds:.1%} of {seconds:.0f} s"
+    )
     say(f"predict  python predict.py photo.jpg --weights {folder}/best.pth")
     say(f"watch    tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
 

@@ -56,7 +56,7 @@ class Run(NullRun):
 
     def __init__(self, args: Namespace, experiment: Experiment, resumed: Resumed | None, agents: list[str]):
         self.args, self.experiment, self.step = args, experiment, resumed.state["step"] if resumed else 0
-        self.seconds_saving = 0.0
+        self.begun, self.saves, self.seconds_saving = time.perf_counter(), 0, 0.0
         try:
             self.folder = resumed.folder if resumed else _new_folder(Path(args.run_dir), experiment.model_name)
             self._lock()
@@ -143,6 +143,7 @@ class Run(NullRun):
                 f"{self.folder / name} cannot be written ({error.strerror}); the one saved before is whole: "
                 "make room and go on with --resume"
             ) from None
+        self.saves += 1
         self.seconds_saving += time.perf_counter() - start
 
     def close(self) -> None:
