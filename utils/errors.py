@@ -3,7 +3,9 @@
 This module loads no torch, so that a mistyped option is answered at once.
 """
 
+import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -30,18 +32,20 @@ def run_script(main: Callable[[], None]) -> None:
         stream.reconfigure(errors=ESCAPE_BYTES)
     try:
         _recorded(main)()
+    except SystemExit as end:
+        _leave(end.code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _leave(130)
     except _user_errors() as error:
         if first_to_report():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
+        _leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         if _is_lost_peer(error):
             _leave_with_the_peer()
         if first_to_report():
             traceback.print_exc()
-        sys.exit(1)
+        _leave(1)
 
 
 def _leave_with_the_peer() -> None:
@@ -52,9 +56,24 @@ def _leave_with_the_peer() -> None:
     deadline = time.monotonic() + SECONDS_FOR_THE_AGENT_TO_STOP_US
     while time.monotonic() < deadline:
         if interruption.signal:
-            sys.stderr.flush()
-            os._exit(interruption.exit_code)
+            _leave(interruption.exit_code)
         time.sleep(0.05)
+
+
+def _leave(code: int) -> None:
+    """Ends this process; in a group of processes that is still in use, without Python's own tidying up.
+
+    A collective that is still under way would abort the process in there, and its exit code would be lost.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        sys.exit(code)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nobody is told of the image loaders' end
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

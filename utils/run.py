@@ -137,6 +137,7 @@ class Run(NullRun):
         """
         start = time.perf_counter()
         try:
+            self.board.events.flush()  # what was logged up to here is not done again
             save_checkpoint(state | {"split_hash": self.split_hash}, self.folder / name)
         except OSError as error:
             raise UserError(
