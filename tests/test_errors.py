@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +13,11 @@ from tests.scripts import MULTI, SINGLE, run_script, words
 TINY = words("--device cpu --model resnet18 --no-pretrained --image-size 16 --workers 0 --val-rate 0.25 --epochs 50")
 # Imported by every Python that has its folder on PYTHONPATH, before the script: rank 1 fails in its first step.
 FAILING = """
-import os
+import os, time
 if os.environ.get("RANK") == "1":
     import torch
     def fail(self, closure=None):
+        open("failed_at", "w").write(str(time.time()))
         {}
     torch.optim.SGD.step = fail
 """
@@ -52,7 +55,9 @@ MISTAKES = {
 def begin(base, name, script, *options, **keywords):
     cwd = base / name.replace(" ", "_")
     cwd.mkdir()
-    return run_script(script, *TINY, *(str(word).format(base=base) for word in options), cwd=cwd, **keywords)
+    result = run_script(script, *TINY, *(str(word).format(base=base) for word in options), cwd=cwd, **keywords)
+    failed = cwd / "failed_at"
+    return replace(result, seconds=time.time() - float(failed.read_text())) if failed.exists() else result
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +121,7 @@ def test_a_damaged_photo_that_one_process_meets_ends_both(ended):
     (sentence,) = result.stderr.splitlines()
     assert sentence.startswith("error: ")
     assert "/damaged/dog/00" in sentence
-    assert_quick_and_quiet(result)
+    assert_quick_and_quiet(result, 60)  # the start counts here
 
 
 def test_a_bug_in_one_process_is_told_once_with_its_traceback(ended):
@@ -145,9 +150,9 @@ def test_a_process_that_is_killed_ends_the_other_and_is_told(ended):
     assert_quick_and_quiet(result)
 
 
-def assert_quick_and_quiet(result):
+def assert_quick_and_quiet(result, limit=15):
     """Both processes would have trained for 50 epochs; a peer's loss is a consequence, not a cause."""
-    assert result.seconds < 30  # the start alone takes half of it where tests run side by side
+    assert result.seconds < limit
     for noise in ("Connection closed by peer", "Connection reset", "DistBackendError", "destroy_process_group"):
         assert noise not in result.stderr
 

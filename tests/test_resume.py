@@ -206,14 +206,14 @@ def test_another_number_of_processes_goes_on_with_the_same_steps(base):
 def test_a_living_run_cannot_be_resumed_and_a_changed_split_is_noticed(base):
     process = begin([sys.executable, str(ROOT / SINGLE), *options(base, "alive", epochs=50)], base, "alive")
     wait_for(base / "alive.log", "epoch 1/")
-    refused = run_script(SINGLE, *options(base, "alive", "--resume"), cwd=base)
+    refused = run_script(SINGLE, *options(base, "alive", "--resume", epochs=50), cwd=base)
     assert refused.returncode == 2
     assert re.fullmatch(r"error: .*is being trained by another process.*\n", refused.stderr)
     process.send_signal(signal.SIGTERM)
     process.wait(30)
     split = only_run(base, "alive") / "split.csv"
     split.write_text(split.read_text().replace(",val", ",train", 1))
-    changed = run_script(SINGLE, *options(base, "alive", "--resume"), cwd=base)
+    changed = run_script(SINGLE, *options(base, "alive", "--resume", epochs=50), cwd=base)
     assert (changed.returncode, len(changed.stderr.splitlines())) == (2, 1)
     assert "split.csv" in changed.stderr
 
