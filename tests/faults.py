@@ -143,7 +143,8 @@ def trial(folder: Path, processes: int, victim: str, seed: int, expected: dict, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=60, help="how many (60)")
+    parser.add_argument("--kills", type=int, default=2, help="of one run at the most (2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where to work (a temporary folder)")
     args = parser.parse_args()
@@ -154,7 +155,7 @@ def main() -> None:
         kills = 0
         for number in range(args.runs):
             processes, victim = 1 + number % 3, VICTIMS[number // 3 % 3]
-            result = trial(folder, processes, victim, args.seed + number, *wholes[processes])
+            result = trial(folder, processes, victim, args.seed + number, *wholes[processes], args.kills)
             kills += result["kills"]
             print(f"{number + 1:3} of {args.runs}: {processes} process(es), {victim:8} killed {result}", flush=True)
             subprocess.run(["rm", "-rf", str(folder / f"trial{args.seed + number}")], check=True)
