@@ -51,7 +51,7 @@ def check_name(name: str) -> None:
     if "/" in name or "\\" in name or ":" in name:
         raise ModelError(f"{name!r} is no model name: write hf-hub:OWNER/NAME or local-dir:FOLDER")
     if not timm.is_model(architecture):
-        near = difflib.get_close_matches(name, [*ARCHITECTURES, *timm.list_models()], n=3)
+        near = difflib.get_close_matches(name, dict.fromkeys([*ARCHITECTURES, *timm.list_models()]), n=3)
         hint = f"did you mean {' or '.join(near)}" if near else "timm.list_models() names them all"
         raise ModelError(f"unknown model {name!r}: {hint}")
     tags = [full.partition(".")[2] for full in timm.list_pretrained(architecture + ".*")]

@@ -68,6 +68,7 @@ def ended(base):
     calls["two"] = (MULTI, [*two, *nowhere], {})
     calls["launched"] = (MULTI, nowhere, {"launcher": "launch", "processes": 2})
     calls["two damaged"] = (MULTI, [*two, "--data-path", "{base}/damaged"], {})
+    calls["one damaged"] = (SINGLE, ["--data-path", "{base}/damaged", "--workers", "2"], {})
     photos = ["--data-path", "{base}/photos"]
     for name in ("raise", "kill"):
         calls[f"two {name}"] = (MULTI, [*two, *photos], {"env": {"PYTHONPATH": str(base / name)}})
@@ -115,8 +116,9 @@ def test_under_a_launcher_the_sentence_stands_above_the_summary_and_as_its_root_
     assert not re.search(rf'File "{re.escape(str(scripts.ROOT))}/(?!\.venv)', result.stderr)
 
 
-def test_a_damaged_photo_that_one_process_meets_ends_both(ended):
-    result = ended["two damaged"]
+@pytest.mark.parametrize("name", ["one damaged", "two damaged"])
+def test_a_damaged_photo_that_one_process_meets_ends_all(ended, name):
+    result = ended[name]
     assert result.returncode == 2, result.text
     (sentence,) = result.stderr.splitlines()
     assert sentence.startswith("error: ")

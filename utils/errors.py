@@ -61,16 +61,17 @@ def _leave_with_the_peer() -> None:
 
 
 def _leave(code: int) -> None:
-    """Ends this process; in a group of processes that is still in use, without Python's own tidying up.
+    """Ends this process and its image loaders; in a group that is still in use, without Python's own tidying up.
 
-    A collective that is still under way would abort the process in there, and its exit code would be lost.
+    In there Python would wait for the loaders, which leave signals to us, and a collective that is still under way
+    would abort the process, so that its exit code were lost.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nobody is told of the loaders' end
+    for child in multiprocessing.active_children():
+        child.kill()
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         sys.exit(code)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nobody is told of the image loaders' end
-    for child in multiprocessing.active_children():
-        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)

@@ -15,6 +15,7 @@ from data.split import Split, make_split
 from data.transforms import EvalTransform, Preprocessing, TrainTransform
 from utils.checkpoint import load_weights
 from utils.distributed_utils import first_on_each_machine, get_local_world_size, usable_cpus
+from utils.precision import Precision
 from utils.resume import Resumed
 
 
@@ -50,6 +51,7 @@ def prepare_experiment(args: Namespace, device: torch.device, resumed: Resumed |
 
     Raises DataError, ModelError or UserError for a user's mistake.
     """
+    Precision(device, args.amp)  # refuses what the device cannot do, before anything is made
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with this
         torch.use_deterministic_algorithms(True)

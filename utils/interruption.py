@@ -51,7 +51,7 @@ class Interruption:
             for number in os.read(reader, 64) if ready else b"":
                 self._note(number)
             if self.signal is not None and time.monotonic() - self.noted_at > SECONDS_TO_END:
-                self._leave(f"not done {SECONDS_TO_END:.0f} seconds after {self.signal.name}: ended without saving")
+                self._leave(f"not done {SECONDS_TO_END:.0f} seconds after {self.signal.name}")
             if launched and os.getppid() != _PARENT:
                 os._exit(1)  # the launcher was killed; the others notice the same, and nobody restarts us
             self.on_tick()
@@ -62,10 +62,11 @@ class Interruption:
         if self.signal is None:
             self.noted_at, self.signal = time.monotonic(), signal.Signals(number)
         elif time.monotonic() - self.noted_at > SECONDS_OF_ECHO:
-            self._leave(f"a second signal, {signal.Signals(number).name}: ended without saving")
+            self._leave(f"a second signal, {signal.Signals(number).name}")
 
     def _leave(self, why: str) -> None:
-        print(f"error: process {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
+        rank, hint = os.environ.get("RANK", "0"), "ended without saving; --resume goes on from the last save"
+        print(f"error: process {rank}: {why}: {hint}", file=sys.stderr, flush=True)
         os._exit(self.exit_code)
 
 

@@ -65,7 +65,7 @@ def resume_or_start(args: Namespace, distributed: bool) -> tuple[Namespace, Resu
     steps = _from_every_process(_step_of(folder))
     if max(steps) < 0:
         if args.resume:
-            raise UserError(f"--resume {args.resume}: there is no run with a last.pth in {args.run_dir}/")
+            raise UserError(f"no run to go on with: there is none with a last.pth in {args.run_dir}/")
         return args, None
     owner = steps.index(max(steps))
     folder, files = _share(folder, owner)

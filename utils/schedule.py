@@ -84,7 +84,8 @@ def make_schedule(args: Namespace, images: int, world_size: int, kept: dict | No
     steps = images // global_batch
     total = steps * args.epochs
     warmup = args.warmup_steps if args.warmup_steps is not None else min(100, total // 10)
-    notes = [f"{batch_size} images x {world_size} processes x {accumulate} accumulated = {global_batch}; {arithmetic}"]
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    notes = [f"{batch_size} images x {processes} x {accumulate} accumulated = {global_batch}; {arithmetic}"]
     notes.append(
         f"{steps} steps an epoch, {total} in all, {warmup} of warm-up; "
         f"{images - steps * global_batch} images are left out of each epoch, others each time"
