@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -334,11 +335,12 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     return member
 
 
+OUTSIDE = os.path.join(tempfile.gettempdir(), "flower_photos_evil")
 EVIL = {
     "parent": special("../evil", tarfile.REGTYPE),
     "inner parent": special("flower_photos/../../evil", tarfile.REGTYPE),
     "parent folder": special("flower_photos/../../evil", tarfile.DIRTYPE),
-    "absolute": special("/tmp/flower_photos_evil", tarfile.REGTYPE),
+    "absolute": special(OUTSIDE, tarfile.REGTYPE),
     "symbolic link": special("flower_photos/evil", tarfile.SYMTYPE, "../../../etc"),
     "absolute link": special("flower_photos/evil", tarfile.SYMTYPE, "/etc/passwd"),
     "hard link": special("flower_photos/evil", tarfile.LNKTYPE, "../victim"),
@@ -359,7 +361,7 @@ def test_evil_archives(server, flowers, kind):
     assert listing("victim", "work")
     assert os.stat("victim").st_nlink == 1
     assert os.listdir("work") == ["flower_photos.tgz.part"]
-    assert not os.path.exists("/tmp/flower_photos_evil")
+    assert not os.path.exists(OUTSIDE)
 
 
 def test_what_lies_beside_the_folder_is_left_out_and_said(server, flowers, capfd):
